@@ -155,6 +155,22 @@ WRONG: dict[str, tuple[Change, str]] = {
 }
 
 
+def expand(tensors: dict[str, Tensor]) -> None:
+    """One tensor as if it were not in MXFP4."""
+    del tensors[BLOCKS], tensors[SCALES]
+    tensors[BLOCKS.removesuffix("_blocks")] = torch.zeros(4, 96, 64)
+
+
+def test_what_is_not_in_mxfp4_is_not_rounded_to_it(tmp_path: Path) -> None:
+    reference("Gpt_Oss", OPTIONS, tmp_path)
+    as_mxfp4(tmp_path, expand)
+    built(tmp_path)
+    scheme = LowBitScheme(4, "mxfp4")
+    model = create_model(read_config(tmp_path), torch.float32, torch.device("cpu"), scheme)
+    with pytest.raises(StartupError, match=r"experts.0.down_proj.weight.* isn't in MXFP4"):
+        load_weights(model, tmp_path, scheme=scheme)
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     change, words = WRONG[case]
@@ -162,6 +178,11 @@ def test_tensors_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None:
     as_mxfp4(tmp_path, change)
     with pytest.raises(StartupError, match=words):
         built(tmp_path)
+    for rank in range(2):
+        scheme = LowBitScheme(4, "mxfp4")
+        model = create_model(read_config(tmp_path), torch.float32, torch.device("cpu"), scheme, shard=Shard(rank, 2))
+        with pytest.raises(StartupError, match=words):
+            load_weights(model, tmp_path, scheme=scheme)
 
 
 def test_other_families_do_not_have_mxfp4(tmp_path: Path) -> None:

@@ -301,13 +301,15 @@ def _read_mxfp4(file: Any, target: LoadTarget, key: str, path: Path) -> tuple[Te
     """Read an expert's weight in MXFP4, or a rank's slice of it, as blocks and scales. None if it is to be expanded."""
     if not target.rows.is_meta or not isinstance(file, StackedExperts):
         return None
-    part = target.tensor_slice
-    pair = file.get_blocks(key, None if part is None else part.row_ranges, None if part is None else part.columns)
+    part, pair = target.tensor_slice, file.get_blocks(key)
     if pair is None:
         raise StartupError(f"{short_repr(key)} in {path} isn't in MXFP4, as quantization_config says", FIT_REMEDY)
-    rows, groups = pair[1].shape
-    _check_shape((rows, groups * MXFP4_GROUP), tuple(target.rows.shape), False, key, path)
-    return pair
+    (rows, groups), shape = pair[1].shape, target.rows.shape if part is None else part.shape
+    _check_shape((rows, groups * MXFP4_GROUP), tuple(shape), False, key, path)
+    ranges, columns = ((range(rows),), None) if part is None else (part.row_ranges, part.columns)
+    own = slice(None) if columns is None else slice(columns.start // MXFP4_GROUP, columns.stop // MXFP4_GROUP)
+    blocks, scales = (torch.cat([x[run.start : run.stop, own] for run in ranges]) for x in pair)
+    return blocks, scales
 
 
 def _check_shape(

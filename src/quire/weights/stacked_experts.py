@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from quire.errors import StartupError, short_repr
@@ -96,25 +97,15 @@ class StackedExperts:
         """Return a tensor from which parts can be read."""
         return TensorView(self.get_tensor(key)) if key in self.parts else self.file.get_slice(key)
 
-    def get_blocks(
-        self, key: str, rows: tuple[range, ...] | None, columns: range | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return the blocks [rows, groups, 16] and scales [rows, groups] of an expert's weight in MXFP4, those of the
-        given rows and columns (None: all), which are whole blocks. None if the tensor is not in MXFP4."""
+    def get_blocks(self, key: str) -> tuple[Tensor, Tensor] | None:
+        """Return the blocks [rows, groups, 16] and scales [rows, groups] of an expert's weight in MXFP4. None if the
+        tensor is not in MXFP4."""
         part = self.parts.get(key)
         if part is None or not part.key.endswith("_blocks"):
             return None
-        own = slice(None) if part.half is None else slice(part.half, None, 2)
-        groups = slice(None)
-        if columns is not None:
-            groups = slice(columns.start // MXFP4_GROUP, columns.stop // MXFP4_GROUP)
-
-        def select(tensor: Tensor) -> Tensor:
-            found = tensor[own, groups]
-            return (found if rows is None else torch.cat([found[run.start : run.stop] for run in rows])).contiguous()
-
         blocks: Tensor = self.file.get_slice(part.key)[part.expert]
-        return select(blocks), select(self._scales(part.key, part.expert, blocks))
+        scales, own = self._scales(part.key, part.expert, blocks), slice(part.half, None, 1 if part.half is None else 2)
+        return blocks[own], scales[own]
 
     def _check(self, key: str, kind: str) -> None:
         shape = tuple(self.file.get_slice(key).get_shape())
@@ -143,7 +134,8 @@ class StackedExperts:
         name = key.removesuffix("_blocks") + "_scales"
         if name not in self.files:
             raise StartupError(f"{self.path} has {short_repr(key)}, and no file has {short_repr(name)}", FIT_REMEDY)
-        with safe_open(self.files[name], framework="pt", device=self.device) as file:
+        path = self.files[name]
+        with nullcontext(self.file) if path == self.path else safe_open(path, "pt", self.device) as file:
             scales = file.get_slice(name)
             shape, dtype = list(scales.get_shape()), scales.get_dtype()
             if shape != [self.count, *blocks.shape[:2]] or dtype != "U8":
@@ -162,7 +154,7 @@ def scale_files(paths: list[Path]) -> dict[str, Path]:
     """Return the file of each tensor of scales of stacked experts."""
     found = dict[str, Path]()
     for path in paths:
-        with safe_open(path, framework="pt") as file:
+        with suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:  # reported when it is loaded
             found |= {key: path for key in file.keys() if SCALES.fullmatch(key)}  # noqa: SIM118 (not a dict)
     return found
 
