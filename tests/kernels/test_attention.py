@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from attention_steps import BATCHES, LAYER, Sizes, placed, sinks_of, stored, two_steps
-from grids import DEVICE
+from grids import DEVICE, random
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from quire.kernels import sdpa
 from quire.kernels.contiguous import ContiguousBackend
 from quire.kernels.cpu.backend import NativeBackend
 from quire.kernels.cpu.library_loader import library
-from quire.kernels.reference import ReferenceBackend
+from quire.kernels.reference import ReferenceBackend, paged_attention
 from quire.kernels.sdpa import SdpaBackend
 from quire.protocol.model_spec import LayerSpec
 
@@ -74,6 +76,21 @@ def test_backends_equal_dense_attention(backend, batch, given) -> None:
     if backend is ReferenceBackend and batch == "long":
         given = {**given, "heads": 4, "kv_heads": 2}
     check(backend, BATCHES[batch], **given)
+
+
+def test_sinks_are_those_of_gpt_oss() -> None:
+    """As transformers computes them: a column of scores that is dropped after the softmax."""
+    heads, kv_heads, dim, tokens, size = 6, 2, 16, 21, 4
+    q, k, v = (random(n, tokens, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    module = SimpleNamespace(sinks=sinks_of(heads), num_key_value_groups=heads // kv_heads, training=False)
+    expected, _ = eager_attention_forward(module, q[None, :, -1:], k[None], v[None], None, dim**-0.5)
+    order = torch.randperm(6).to(DEVICE)
+    padded = torch.nn.functional.pad(torch.stack((k, v)), (0, 0, 0, 6 * size - tokens))
+    keys, values = torch.zeros(2, 6, kv_heads, size, dim, device=DEVICE)
+    for pages, numbers in zip((keys, values), padded):
+        pages[order] = numbers.view(kv_heads, 6, size, dim).transpose(0, 1)
+    got = paged_attention(q[:, -1], keys, values, order, tokens - 1, scale=dim**-0.5, sinks=module.sinks)
+    torch.testing.assert_close(got, expected[0, 0], atol=1e-6, rtol=1e-5)
 
 
 def test_a_bucket_keeps_to_the_most_scores_when_it_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
