@@ -13,10 +13,11 @@ import numpy as np
 from safetensors.torch import load_file
 
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14,
-         "bf16": 30}  # fmt: skip
+         "bf16": 30, "mxfp4": 39}  # fmt: skip
 ALIGNMENT = 32
 GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
          "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
+GPT_OSS = {"post_attention_layernorm": "post_attention_norm", "self_attn": "attn_sinks", "mlp.router": "ffn_gate_inp"}
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -85,6 +86,28 @@ def q8_0(array: Any) -> tuple[str, tuple[int, ...], bytes]:
     return "q8_0", np.shape(array), np.concatenate([scale.view(np.uint8), numbers.view(np.uint8)], 1).tobytes()
 
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def mxfp4(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """A tensor in blocks of 32: an exponent, and the nearest numbers of four bits, the first 16 in the lower halves."""
+    groups = np.asarray(array, np.float32).reshape(-1, 32)
+    exponent = np.floor(np.log2(np.maximum(np.abs(groups).max(1, keepdims=True), 1e-9))).astype(np.int64) - 2
+    sizes = np.abs(groups) / 2.0**exponent
+    codes = np.abs(sizes[..., None] - E2M1).argmin(-1) | (groups < 0) << 3
+    packed = codes[:, :16] | codes[:, 16:] << 4
+    return "mxfp4", np.shape(array), np.concatenate([exponent + 127, packed], 1).astype(np.uint8).tobytes()
+
+
+def split_experts(block: str, rest: str, array: Any) -> dict[str, Any]:
+    """The tensors of gpt-oss's stacked experts, rows first: gate and up are in turn."""
+    stem, kind = (rest.removesuffix("_bias"), "bias") if rest.endswith("_bias") else (rest, "weight")
+    array = array if kind == "bias" else array.swapaxes(1, 2)
+    if stem == "down_proj":
+        return {f"{block}.experts.down_proj.{kind}": array}
+    return {f"{block}.experts.{name}_proj.{kind}": array[:, half::2] for half, name in enumerate(("gate", "up"))}
+
+
 def convert(folder: Path, arch: str, path: Path, kind: str = "f32", **more: Any) -> Path:
     """The model of a folder with config.json and model.safetensors. Floats are written in `kind`, vectors in f32;
     `more` are keys, with "__" for the dot, of the architecture's."""
@@ -96,8 +119,10 @@ def convert(folder: Path, arch: str, path: Path, kind: str = "f32", **more: Any)
     for name, tensor in load_file(folder / "model.safetensors").items():
         array, (block, found, rest) = tensor.float().numpy(), name.partition(".experts.")
         number, _, what = rest.partition(".")
-        if found:
+        if number.isdecimal():
             experts.setdefault(f"{block}.experts.{what}", {})[int(number)] = array
+        elif found:
+            arrays |= split_experts(block, rest, array)
         else:
             arrays[name] = array[0] if "shared_expert_gate" in name else array
     arrays |= {name: np.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
@@ -109,10 +134,12 @@ def convert(folder: Path, arch: str, path: Path, kind: str = "f32", **more: Any)
             array = array + 1
         stem, _, ending = name.rpartition(".")
         layer, _, what = stem.removeprefix("model.layers.").partition(".")
-        table = NAMES | (GEMMA if arch.startswith("gemma") else {})
+        table = NAMES | (GEMMA if arch.startswith("gemma") else GPT_OSS if arch == "gpt-oss" else {})
+        ending = "weight" if ending == "sinks" else ending
         called = f"blk.{layer}.{table[what]}" if "layers." in name else table[stem]
-        make = q8_0 if kind == "q8_0" else lambda array: floats(array, kind)
-        tensors[f"{called}.{ending}"] = floats(array) if array.ndim == 1 else make(array)
+        kinds = {"q8_0": q8_0, "mxfp4": mxfp4 if "_exps" in called else q8_0}
+        make = kinds.get(kind, lambda array: floats(array, kind))
+        tensors[f"{called}.{ending}"] = floats(array) if array.ndim == 1 or ending == "bias" else make(array)
     said = {
         "general.architecture": arch,
         f"{arch}.block_count": config["num_hidden_layers"],

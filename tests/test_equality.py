@@ -43,6 +43,7 @@ FAMILIES = {
         **QWEN_MOE, shared_expert_intermediate_size=40, mlp_only_layers=[0]
     ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN_MOE, head_dim=16, norm_topk_prob=True),
+    "gpt_oss": lambda: transformers.GptOssConfig(**WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "ministral": lambda: transformers.MinistralConfig(
         **{**WINDOW, "num_hidden_layers": 4}, layer_types=["full_attention", *["sliding_attention"] * 3]
     ),
@@ -55,7 +56,7 @@ FAMILIES = {
         },
     ),
 }  # fmt: skip
-UNLIKE = ["ministral", "gemma2", "gemma3"]  # layers with a window beside layers without
+UNLIKE = ["ministral", "gemma2", "gemma3", "gpt_oss"]  # layers with a window beside layers without
 MORE = {"qwen2": lambda: transformers.Qwen2Config(**SIZES)}
 FRAMED: dict[str, Any] = {  # families that differ from the others in their declaration alone
     "smollm3": lambda: transformers.SmolLM3Config(

@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {**SHAPE, "layer_types": MIXED[::-1]}),
     "gemma2": ("gemma2", {**SHAPE, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 2.0}),
     "gemma3": ("gemma3_text", {**SHAPE, "sliding_window_pattern": 2}),
+    "gpt_oss": ("gpt_oss", {**SHAPE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 PROMPTS = [[(7 * i * i + 3 * k) % 89 for i in range(length)] for k, length in enumerate((31, 4, 18))]
 
@@ -60,7 +61,8 @@ class Saved:
             path.write_text(json.dumps({**config, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}))
 
     def draw(self, kind: str, name: str, weights: torch.Tensor) -> None:
-        weights.normal_(0, 0.05 if "embed" in name and kind.startswith("gemma") else 0.3)
+        scales = {"gemma2": 0.05, "gemma3_text": 0.05, "gpt_oss": 3.0}
+        weights.normal_(0, scales.get(kind, 0.3) if "embed" in name else 0.3)
 
     @torch.inference_mode()
     def logprobs(self, tokens: list[int]) -> torch.Tensor:
@@ -209,7 +211,12 @@ def test_logits_of_branches(saved: Any, case: str, page_size: int, preemption: s
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("case", "ranks", "preemption"),
-    [("mistral, layer_types", 2, "swap"), ("gemma2", 4, "recompute"), ("gemma3", 2, "recompute")],
+    [
+        ("mistral, layer_types", 2, "swap"),
+        ("gemma2", 4, "recompute"),
+        ("gemma3", 2, "recompute"),
+        ("gpt_oss", 2, "swap"),
+    ],
 )
 def test_logits_of_ranks(saved: Any, case: str, ranks: int, preemption: str) -> None:
     check(saved(case), PROMPTS, 2, tp=ranks, page_size=4, max_num_batched_tokens=16, preemption=preemption)

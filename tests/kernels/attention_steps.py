@@ -31,9 +31,10 @@ BATCHES: dict[str, Sizes] = {
 
 def dense(
     q: Tensor, k: Tensor, v: Tensor, start: int, *, window: int | None = None, chunk: int | None = None,
-    softcap: float | None = None, scale: float | None = None, whole: bool = False,
+    softcap: float | None = None, scale: float | None = None, whole: bool = False, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q [n, heads, dim] at positions start ..; k, v [rows, kv_heads, dim]; fp64. `whole`: each query sees all rows."""
+    """q [n, heads, dim] at positions start ..; k, v [rows, kv_heads, dim]; fp64. `whole`: each query sees all rows.
+    sinks [heads]: one more score of each head, dropped after the softmax."""
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     at = torch.arange(len(k), device=q.device)
     query_at = torch.arange(start, start + len(q), device=q.device)[:, None]
@@ -47,7 +48,14 @@ def dense(
         scores = torch.tanh(scores / softcap) * softcap
     if not whole:
         scores = scores.masked_fill(hidden, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+
+
+def sinks_of(heads: int, device: torch.device = DEVICE) -> Tensor:
+    """Sinks of all sizes: the least takes nothing of the weights, the largest nearly all."""
+    return torch.linspace(-6, 6, heads, device=device).roll(1)
 
 
 def placed(
@@ -119,7 +127,7 @@ def two_steps(
         else:
             q, k, v = (torch.cat([turned[i][j][a : a + n] for i, a, n in rows]) for j in range(3))
             got = backend.attend(q, k, v, cache, plan)
-    bounds = {"window": cache.window, "chunk": cache.chunk, "softcap": cache.softcap, "scale": cache.scale}
+    bounds = {name: getattr(cache, name) for name in ("window", "chunk", "softcap", "scale", "sinks")}
     firsts = [before + now - 1 if asked else before for before, now in sizes]
     want = [dense(q[first:], k, v, first, **bounds) for first, (q, k, v) in zip(firsts, turned)]
     return got, torch.cat(want)

@@ -141,6 +141,10 @@ def attend() -> None:
             decode.decode(
                 zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows, shared_rows=shared
             )
+        if every:
+            with_sinks = replace(cache, sinks=torch.zeros(heads))
+            decode.decode(zeros(8, heads, dim), with_sinks, tables, ints(8), ints(8), splits=4, pdl=PDL)
+            prefill.prefill(zeros(4, heads, dim), with_sinks, tables, zeros(3, 4, dtype=torch.int32))
         for small in (False, True):
             tiles = zeros(3, 4, dtype=torch.int32)
             for whole in (False, True):
@@ -205,6 +209,8 @@ def mixtures() -> None:
         routing = fused_moe.route(zeros(tokens, 16), 2, False, tokens > 1, pdl=PDL)
         for (gate_up, down), scales in kinds:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
+        biases = zeros(2 * 1024 * 16), zeros(4096 * 16)
+        fused_moe.fused_moe(zeros(tokens, 4096), routing, *kinds[0][0], "clamped_swiglu", biases=biases, pdl=PDL)
 
 
 def in_few_bits() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from attention_steps import BATCHES, LAYER, Sizes, placed, stored, two_steps
-from grids import DEVICE
+from attention_steps import BATCHES, LAYER, Sizes, placed, sinks_of, stored, two_steps
+from grids import DEVICE, random
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from quire.kernels import sdpa
+from quire.kernels.contiguous import ContiguousBackend
 from quire.kernels.cpu.backend import NativeBackend
 from quire.kernels.cpu.library_loader import library
-from quire.kernels.reference import ReferenceBackend
+from quire.kernels.reference import ReferenceBackend, paged_attention
 from quire.kernels.sdpa import SdpaBackend
 from quire.protocol.model_spec import LayerSpec
 
@@ -38,9 +41,18 @@ def check(
     if layout:
         keys, values = placed(layout, len(cache.keys), page, kv_heads, 8, cache.dtype)
         cache = replace(cache, keys=keys, values=values)
+    if bounds.get("has_sinks"):
+        cache = replace(cache, sinks=sinks_of(heads))
     attention.check_cache(cache)
     got, want = two_steps(attention, store, cache, sizes)
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [{}, {"window": 24}, {"softcap": 0.7}, {"has_sinks": True}], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 300), (260, 40), (33, 1)], ids=str)
+def test_contiguous_tokens_equal_dense_attention(sizes: tuple[int, int], bounds: dict[str, Any]) -> None:
+    """One sequence of one page, whose number is that of its slot."""
+    check(ContiguousBackend, [sizes], page=512, **bounds)
 
 
 @pytest.mark.share(3)
@@ -55,6 +67,8 @@ def check(
         *({"page": page} for page in (1, 2, 4, 8, 32, 64, 128, 256)),
         *({"layout": layout, "window": w} for layout in ("tokens first", "gaps", "two buffers") for w in (None, 24)),
         *({"window": 24, "scale": scale, "softcap": cap} for scale, cap in ((0.05, None), (None, 0.7), (1.5, 2.0))),
+        *({"has_sinks": True, "heads": heads, "kv_heads": kv, **bounds}
+          for heads, kv in ((4, 4), (7, 1)) for bounds in ({}, {"window": 5}, {"chunk": 16}, {"softcap": 0.7})),
     ],
     ids=str,
 )  # fmt: skip
@@ -62,6 +76,21 @@ def test_backends_equal_dense_attention(backend, batch, given) -> None:
     if backend is ReferenceBackend and batch == "long":
         given = {**given, "heads": 4, "kv_heads": 2}
     check(backend, BATCHES[batch], **given)
+
+
+def test_sinks_are_those_of_gpt_oss() -> None:
+    """As transformers computes them: a column of scores that is dropped after the softmax."""
+    heads, kv_heads, dim, tokens, size = 6, 2, 16, 21, 4
+    q, k, v = (random(n, tokens, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    module = SimpleNamespace(sinks=sinks_of(heads), num_key_value_groups=heads // kv_heads, training=False)
+    expected, _ = eager_attention_forward(module, q[None, :, -1:], k[None], v[None], None, dim**-0.5)
+    order = torch.randperm(6).to(DEVICE)
+    padded = torch.nn.functional.pad(torch.stack((k, v)), (0, 0, 0, 6 * size - tokens))
+    keys, values = torch.zeros(2, 6, kv_heads, size, dim, device=DEVICE)
+    for pages, numbers in zip((keys, values), padded):
+        pages[order] = numbers.view(kv_heads, 6, size, dim).transpose(0, 1)
+    got = paged_attention(q[:, -1], keys, values, order, tokens - 1, scale=dim**-0.5, sinks=module.sinks)
+    torch.testing.assert_close(got, expected[0, 0], atol=1e-6, rtol=1e-5)
 
 
 def test_a_bucket_keeps_to_the_most_scores_when_it_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:

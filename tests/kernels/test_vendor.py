@@ -113,6 +113,7 @@ def test_what_they_take() -> None:
         assert not vendor.supports_layer(name, cache(contiguous=False))
         assert not vendor.supports_layer(name, cache(window=100))
         assert not vendor.supports_layer(name, cache(softcap=30.0))
+        assert not vendor.supports_layer(name, cache(sinks=torch.zeros(8, device="meta")))
         assert not vendor.supports_layer(name, cache(dtype=torch.float32))
         assert not vendor.supports_layer(name, cache(dim=100))
         assert not vendor.supports_layer(name, cache(dim=264))

@@ -14,7 +14,7 @@ class DenseContext:
     """Tokens of several sequences, one call of the model after another; keys and values are kept as they came."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
+        self.spec, self.sinks = spec, dict[int, Tensor]()
         self.hidden_states: HiddenStates | None = None
         self.keys: list[list[Tensor]] = [[] for _ in spec.layers]
         self.values: list[list[Tensor]] = [[] for _ in spec.layers]
@@ -46,8 +46,11 @@ class DenseContext:
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * (spec.scale or spec.head_dim**-0.5)
         if spec.softcap is not None:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
-        return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        assert spec.has_sinks == (layer in self.sinks)
+        if spec.has_sinks:
+            scores = torch.cat((scores, self.sinks[layer][:, None, None].expand(-1, len(q), 1)), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(k)], v).to(q.dtype)
 
     def select_logits_rows(self, x: Tensor) -> Tensor:
         return x

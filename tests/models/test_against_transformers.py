@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.models import read_model_config, read_spec, resolve_model_class
 from quire.models.architectures import ARCHITECTURES, Architecture
+from quire.models.decoder import attention_sinks
 from quire.weights.checkpoint_files import read_config
 from quire.weights.loader import load_weights
 
@@ -39,6 +40,7 @@ LONGROPE = {
     "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 3.0, 5.0],
     "original_max_position_embeddings": 16, "rope_theta": 10000.0,
 }  # fmt: skip
+GPT_OSS = {**LLAMA, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
 MIXTRAL = {**LLAMA, "num_local_experts": 4}
 QWEN_MOE = {**LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 QWEN2_MOE = {**QWEN_MOE, "shared_expert_intermediate_size": 28}
@@ -116,6 +118,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**QWEN_MOE, "decoder_sparse_step": 2, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5},
     ),
     "qwen3_moe, biased, tied": ("Qwen3_Moe", {**QWEN_MOE, "attention_bias": True, "tie_word_embeddings": True}),
+    "gpt_oss": ("Gpt_Oss", GPT_OSS),
+    "gpt_oss, layer_types, no biases, plain rope": (
+        "Gpt_Oss",
+        {
+            **GPT_OSS,
+            "layer_types": TYPES,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "phi3": ("Phi3", {**LLAMA, "pad_token_id": None}),
     "phi3, window, tied": ("Phi3", {**LLAMA, "pad_token_id": None, "sliding_window": 5, "tie_word_embeddings": True}),
     "phi3, longrope": (
@@ -167,7 +180,7 @@ def built(folder: Path, prepare: bool = True) -> Any:
 
 
 def run(model: Any, context: DenseContext, tokens: torch.Tensor, start: int = 0) -> torch.Tensor:
-    positions = torch.arange(start, start + len(tokens))
+    positions, context.sinks = torch.arange(start, start + len(tokens)), attention_sinks(model)
     return model.logits(model.forward(tokens, context.step(positions, torch.zeros_like(positions))))
 
 
@@ -178,6 +191,7 @@ def test_every_declared_family_has_a_case() -> None:
         "MiMoForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3MoeForCausalLM",
+        "GptOssForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "GPT2LMHeadModel",
@@ -198,7 +212,7 @@ def test_logits_and_parameter_counts(case: str, tmp_path: Path) -> None:
     assert read_spec(config).parameters == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-@pytest.mark.parametrize("case", ["mistral", "qwen3", "opt, norm after, projected", "gpt2"])
+@pytest.mark.parametrize("case", ["mistral", "qwen3", "opt, norm after, projected", "gpt2", "gpt_oss"])
 def test_a_flat_batch_of_chunks_equals_each_sequence_alone(case: str, tmp_path: Path) -> None:
     reference(*CASES[case], tmp_path)
     model, spec = built(tmp_path), read_spec(read_config(tmp_path))
@@ -206,6 +220,7 @@ def test_a_flat_batch_of_chunks_equals_each_sequence_alone(case: str, tmp_path: 
     a, b = (torch.randint(0, 97, (length,), generator=generator) for length in (23, 14))
     alone = [run(model, DenseContext(spec), tokens) for tokens in (a, b)]
     context, got = DenseContext(spec), []
+    context.sinks = attention_sinks(model)
     for (a0, a1), (b0, b1) in [((0, 9), (0, 1)), ((9, 10), (1, 13)), ((10, 23), (13, 14))]:
         positions = torch.cat((torch.arange(a0, a1), torch.arange(b0, b1)))
         sequences = torch.tensor([0] * (a1 - a0) + [1] * (b1 - b0))

@@ -21,6 +21,7 @@ PUBLISHED = {
     "llama-13b": 13_015_864_320, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496, "yi-6b": 6_061_035_520,
     "yi-6b-200k": 6_061_035_520, "yi-34b": 34_388_917_248, "mistral-7b": 7_241_732_096, "llama3.2-1b": 1_235_814_400,
     "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
+    "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
     "gemma-3-4b": 3_880_263_168, "qwen2-7b": 7_615_616_512, "qwen3-8b": 8_190_735_360,
 }  # fmt: skip
 
@@ -202,6 +203,16 @@ OPTIONS["mixtral-8x7b"] = [
     ({"num_local_experts": 0}, "num_local_experts in config.json must be an integer from 1 to 1024, got 0"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok in config.json must be an integer from 1 to 8, got 9"),
 ]
+OPTIONS["gpt-oss-20b"] = [
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"swiglu_limit": 10.0}, "swiglu_limit=10.0"),
+    ({"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+    ({"pyramid_kv": {"budget": 64}}, "pyramid_kv={'budget': 64}"),
+    ({"sliding_window": None}, "no sliding window"),
+    ({"num_experts_per_tok": 33}, "num_experts_per_tok in config.json must be an integer from 1 to 32, got 33"),
+    ({"layer_types": ["chunked_attention"] * 24}, "the layer type 'chunked_attention'"),
+    ({"quantization_config": {"quant_method": "mxfp8"}}, "the quant_method 'mxfp8'"),
+]
 OPTIONS["mamba-2.8b"] = [
     ({"state_size": 0}, "state_size in config.json must be an integer from 1 to 256, got 0"),
     ({"conv_kernel": 17}, "conv_kernel in config.json must be an integer from 2 to 16, got 17"),
@@ -368,6 +379,7 @@ def test_models_of_experts() -> None:
     for name, total, active, experts in (
         ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704, 48 * 128 * 3 * 2048 * 768),
         ("mixtral-8x7b", 46_702_792_704, 12_879_925_248, 32 * 8 * 3 * 4096 * 14336),
+        ("gpt-oss-20b", 20_914_757_184, 4_193_246_784, 24 * 32 * 3 * 2880 * 2880),
     ):
         spec = read_spec(named_config(name))
         assert (spec.parameters, spec.expert_parameters) == (total, experts)

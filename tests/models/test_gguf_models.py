@@ -15,6 +15,7 @@ from dense_context import DenseContext
 from test_against_transformers import (
     CASES,
     GEMMA,
+    GPT_OSS,
     LLAMA,
     LONGROPE,
     MIXTRAL,
@@ -29,11 +30,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import StartupError
 from quire.models import read_spec, resolve_model_class
-from quire.models.quantization import GGUF_BLOCKS_KEY
+from quire.models.quantization import GGUF_BLOCKS_KEY, LowBitScheme
 from quire.weights.gguf_config import to_hf_config, to_hf_generation_config
 from quire.weights.gguf_file import read_gguf
 from quire.weights.gguf_loader import load_gguf
+from quire.weights.low_bit import create_model
 
+GPT_OSS_YARN = {**GPT_OSS, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False,
+                "original_max_position_embeddings": 16, "rope_theta": 150000.0}}  # fmt: skip
 LONG = CASES["rope llama3"][1]
 PHI = {**LLAMA, "pad_token_id": 0}
 PHI_LONG = {**CASES["phi3, longrope"][1], "pad_token_id": 0}
@@ -72,6 +76,10 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
                         {"expert_count": 4, "expert_used_count": 2, "attention__sliding_window": 5}),
     "qwen2moe": ("qwen2moe", "Qwen2_Moe", QWEN2_MOE, {**EXPERTS, "expert_shared_feed_forward_length": 28}),
     "qwen3moe": ("qwen3moe", "Qwen3_Moe", {**QWEN_MOE, "head_dim": 16, "norm_topk_prob": True}, EXPERTS),
+    "gpt-oss": ("gpt-oss", "Gpt_Oss", GPT_OSS_YARN, {
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48, "attention__sliding_window": 5,
+        "rope__freq_base": 150000.0, "rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
+        "rope__scaling__original_context_length": 16}),
     "phi3": ("phi3", "Phi3", PHI, {"attention__sliding_window": 64}),
     "phi3, window": ("phi3", "Phi3", {**PHI, "sliding_window": 5}, {"attention__sliding_window": 5}),
     "phi3, longrope": ("phi3", "Phi3", PHI_LONG, {"rope_factors_short": LONGROPE["short_factor"],
@@ -108,6 +116,37 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         expected = theirs(tokens[None]).logits[0]
     torch.testing.assert_close(run(ours, DenseContext(spec), tokens), expected, atol=1e-4, rtol=0)
     assert spec.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+def test_experts_of_a_file_in_mxfp4(tmp_path: Path) -> None:
+    """In four bits and expanded: the numbers that transformers has in their place."""
+    options = {**GPT_OSS_YARN, "hidden_size": 64, "intermediate_size": 96}
+    theirs = reference("Gpt_Oss", options, tmp_path)
+    more = {**FILES["gpt-oss"][3], "expert_feed_forward_length": 96}
+    path = gguf_files.convert(tmp_path, "gpt-oss", tmp_path / "model.gguf", "mxfp4", **more)
+    file = read_gguf(path)
+    config, ours = to_hf_config(file), built(path)
+    assert config[GGUF_BLOCKS_KEY]
+    numbers = dict(ours.named_parameters())
+    packed = create_model(config, torch.float32, torch.device("cpu"), LowBitScheme(0, "gguf"), file)
+    load_gguf(packed, file, scheme=LowBitScheme(0, "gguf"))
+    for layer, block in enumerate(theirs.model.layers):
+        for name in ("gate_up", "down"):
+            weight = numbers[f"layers.{layer}.experts.{name}.weight"].view(4, -1, 64 if name == "gate_up" else 96)
+            plain = getattr(block.mlp.experts, f"{name}_proj").transpose(1, 2)
+            plain = torch.cat((plain[:, ::2], plain[:, 1::2]), 1) if name == "gate_up" else plain
+            error = (weight - plain).view(4, -1, 32).abs().amax(2) / plain.reshape(4, -1, 32).abs().amax(2)
+            assert 0.01 < error.mean() < error.max() < 0.26
+            experts = packed.layers[layer].experts
+            assert getattr(experts, name).weight.is_meta
+    packed.prepare()
+    assert packed.layers[0].experts.packed.down.weights[0].form.is_e2m1
+    ours.prepare()
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    contexts = [DenseContext(read_spec(config)) for _ in range(2)]
+    torch.testing.assert_close(
+        *(run(model, c, tokens) for model, c in zip((packed, ours), contexts)), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0"])

@@ -42,7 +42,7 @@ MORE = {
     "hidden_activation": "gelu", "no_rope_layers": [1, 0] * 40, "no_rope_layer_interval": 2,
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
     "mlp_only_layers": [0], "moe_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": True,
-    "shared_expert_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from thread_ranks import Meeting, ThreadExchange
 from quire.errors import StartupError
 from quire.layers.prepare import connect_ranks
 from quire.models import read_spec, resolve_model_class
+from quire.models.decoder import attention_sinks
 from quire.models.named_configs import named_config
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.parallel_layout import Shard
@@ -28,7 +29,7 @@ WIDE = {**LLAMA, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_hea
 DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: CASES[name] for name in (
         "llama, one kv head a query head", "llama, tied", "llama, biases", "mistral", "qwen2", "qwen3", "phi3",
-        "phi3, as Phi-4-mini", "mixtral", "qwen2_moe, dense layers, normalised", "qwen3_moe",
+        "phi3, as Phi-4-mini", "mixtral", "gpt_oss", "qwen2_moe, dense layers, normalised", "qwen3_moe",
         "smollm3, listed, windows, biased",
         "gemma2", "gemma2, untied, biased", "gemma3", "opt", "opt, norm after, projected", "opt, no final norm", "gpt2",
         "gpt2, n_inner",
@@ -82,6 +83,7 @@ def together(folder: Path, ranks: int) -> list[Outputs]:
 def run_whole(model: Any, spec: ModelSpec) -> Outputs:
     """Computed in two steps."""
     context, parts = DenseContext(spec), []
+    context.sinks = attention_sinks(model)
     for tokens, start in ((TOKENS[:17], 0), (TOKENS[17:], 17)):
         positions = torch.arange(start, start + len(tokens))
         parts.append(model.forward(tokens, context.step(positions, torch.zeros_like(positions))))

@@ -1,9 +1,11 @@
-"""Bugs planted in src/quire/models and src/quire/weights: how a model's config and weights are read."""
+"""Bugs planted in src/quire/models and src/quire/weights: how a model's config and weights are read; and in what
+gpt-oss has beyond other models."""
 
 from __future__ import annotations
 
 from bugs import Bug, bug
 
+NOT_CLOSE = "Tensor-likes are not close"
 OTHER_NUMBERS = r"assert \[-.*\] == approx\(\["
 
 BUGS: dict[str, Bug] = {
@@ -27,5 +29,26 @@ BUGS: dict[str, Bug] = {
         "return [*range(2 * half), *first, *second]",
         "tests/weights/test_own_head.py::test_a_part_of_each_head_is_rotated[plain-one rank]",
         OTHER_NUMBERS,
+    ),
+    "gate and up of stacked experts are halves": bug(
+        "weights/stacked_experts.py",
+        "return tensor.contiguous() if part.half is None else tensor[part.half :: 2].contiguous()",
+        "return tensor.contiguous() if part.half is None else tensor.chunk(2)[part.half].contiguous()",
+        "tests/models/test_against_transformers.py::test_logits_and_parameter_counts[gpt_oss]",
+        NOT_CLOSE,
+    ),
+    "every rank adds the experts' bias": bug(
+        "layers/moe.py",
+        "        if not self.down.column_shard.shard.is_first_tp_rank:\n            self.down.bias = None\n",
+        "",
+        "tests/models/test_shards.py::test_ranks_together_say_what_transformers_says[gpt_oss]",
+        NOT_CLOSE,
+    ),
+    "layers attend without their sinks": bug(
+        "worker/model_runner.py",
+        "replace(store.caches[layer], sinks=weights)",
+        "replace(store.caches[layer], sinks=None)",
+        "tests/test_unlike_logits.py::test_logits_of_scored_prompts[gpt_oss]",
+        NOT_CLOSE,
     ),
 }

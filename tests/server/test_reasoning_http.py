@@ -11,6 +11,13 @@ import pytest
 from asking import MARKERS, TALK, StreamedChoice, Talker, choices_of, refusal, saying
 from openai import BadRequestError
 
+from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.structured_output import Structured
+from quire.server.reasoning import ModelReasoning, RequestReasoning
+from quire.server.request_models import ChatRequest
+from quire.text.harmony import FINAL
+from quire.text.reasoning_parser import REASONING_FORMATS
+
 pytestmark = pytest.mark.xdist_group(name="reasoning_http")
 
 TEMPLATE = (
@@ -191,3 +198,39 @@ def test_thoughts_of_several_conversations(served: Talker) -> None:
     body["messages"] = [[*TALK, {"role": "assistant", "content": begun}] for begun in ("<think>once", "so")]
     answer = served.http.post("/v1/chat/completions/batch", json={**body, "continue_final_message": True})
     assert "begin the reasoning" in answer.json()["error"]["message"]
+
+
+HARMONY = "{{ '<|start|>assistant<|channel|>analysis<|message|><|channel|>commentary' if tools }}<|start|>assistant"
+TAGS = tuple(f"<|{tag}|>" for tag in ("start", "channel", "message", "constrain", "call", "return"))
+ANALYSIS = "<|channel|>analysis<|message|>once upon a time<|start|>assistant"  # `<|end|>` would end these outputs
+
+
+def test_messages_of_harmony() -> None:
+    """Reasoning, an answer and a call; and a form behind the head of the answer, which is more than one token."""
+    words = echo_service.tokenizer(TAGS)
+    within = len(words.encode("once upon a time", add_special_tokens=False))
+    with saying(HARMONY, TAGS) as served:
+        served.say(f"{ANALYSIS}<|channel|>final<|message|>quire")
+        [choice] = (whole := served.chat()).choices
+        assert (choice.message.reasoning_content, choice.message.content) == ("once upon a time", "quire")
+        found, last = streamed(served)
+        assert (found.thought, found.text) == ("once upon a time", "quire")
+        for usage in (whole.usage, last.usage):
+            assert usage.completion_tokens_details.reasoning_tokens == within
+        served.say(f'{ANALYSIS}<|channel|>commentary to=functions.pages <|constrain|>json<|message|>{{"of": "ream"}}')
+        [choice] = served.chat(tools=TOOLS).choices
+        assert (choice.message.reasoning_content, choice.message.content) == ("once upon a time", None)
+        assert choice.message.tool_calls[0].function.name == "pages"
+        assert json.loads(choice.message.tool_calls[0].function.arguments) == {"of": "ream"}
+        found, _ = streamed(served, tools=TOOLS)
+        assert (found.calls[0][1:], found.text) == (["pages", '{"of": "ream"}'], "")
+    words = echo_service.tokenizer((*TAGS, "assistant", "final"))
+    reasoning = ModelReasoning("harmony", words)
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": PAGES}}
+    request = ChatRequest.model_validate({"messages": TALK, "response_format": form})
+    parsed = RequestReasoning(REASONING_FORMATS["harmony"], "maybe", (1,), (), words.token_bytes)
+    made = SamplingParams(structured=Structured("json", json.dumps(PAGES)))
+    structured = reasoning.apply_to(made, request, parsed).structured
+    assert structured is not None
+    assert words.decode(list(structured.after), skip_special_tokens=False) == FINAL
+    assert structured.opening == (1,)

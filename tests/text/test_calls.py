@@ -141,8 +141,22 @@ def pythonic(chance: random.Random) -> Recorded:
     return Recorded(text + after, calls, stripped(before, after))
 
 
+def harmony(chance: random.Random) -> Recorded:
+    """As HarmonyParser leaves it: texts, and calls with their tags. The last tag ends the output."""
+    calls, text, said = calls_of(chance), "", []
+    for name, arguments in calls:
+        said.append(chance.choice(TEXTS))
+        space, kind = chance.choice(("", "functions.")), chance.choice(("", " <|constrain|>json", " json"))
+        head = f"commentary to={space}{name}{kind}"
+        if chance.random() < 0.3:
+            head = f" to=functions.{name} commentary"
+        text += f"{said[-1]}<|channel|>{head}<|message|>{dumped(chance, arguments)}<|call|>"
+    end = chance.choice(("", "<|call|>"))
+    return Recorded(text.removesuffix("<|call|>") + end, calls, stripped(*said))
+
+
 MAKERS: dict[str, Callable[[random.Random], Recorded]] = {
-    "hermes": hermes, "json": plain, "llama3_json": llama, "mistral": mistral, "pythonic": pythonic,
+    "harmony": harmony, "hermes": hermes, "json": plain, "llama3_json": llama, "mistral": mistral, "pythonic": pythonic,
 }  # fmt: skip
 
 
@@ -173,6 +187,15 @@ MALFORMED: dict[str, list[tuple[str, list[tuple[str, str]], str]]] = {
         ('<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\d\\"}"}', [("f", '{"a": "\\\\d"}')], ""),
         ('<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>', [("f", "{}")], ""),
         ("<<tool_call>{\"name\": \"f\"}</tool_call>", [("f", "{}")], "<"),
+    ],
+    "harmony": [
+        ("<|channel|>", [], "<|channel|>"),
+        ("<|channel|>final<|message|>so", [], "<|channel|>final<|message|>so"),
+        ("<|channel|>commentary to=<|message|>{}", [], "<|channel|>commentary to=<|message|>{}"),
+        ("<|channel|>commentary to=functions.f", [], "<|channel|>commentary to=functions.f"),
+        ('<|channel|>commentary to=functions.f<|message|>{"a": 1', [("f", '{"a": 1')], ""),
+        ('<|channel|>commentary to=functions.f<|message|>\n{"a": "1\n2"}<|cal', [("f", '{"a": "1\\n2"}')], ""),
+        ("<|channel|>commentary to=f<|message|>{}<|call|>so", [("f", "{}")], "so"),
     ],
     "json": [
         ('{"name": "Ann", "age": 3}', [], '{"name": "Ann", "age": 3}'),
@@ -219,6 +242,10 @@ BROKEN: dict[str, list[tuple[str, list[tuple[str, str]]]]] = {
         ('so\n<tool_call>{"name": "f", "arguments": 12}</tool_call>', [("f", "12")]),
         ('<tool_call>{"name": "f", "arguments": {"a": "say "hi""}}</tool_call>', [("f", '{"a": "say "hi""}')]),
         ('<tool_call>{"name": "f", "arguments": {"a": 1,}}</tool_call>', [("f", '{"a": 1,}')]),
+    ],
+    "harmony": [
+        ('<|channel|>commentary to=f<|message|>{"a": [1,]}<|call|>', [("f", '{"a": [1,]}')]),
+        ('so <|channel|>commentary to=f code<|message|>x = 1', [("f", "x")]),
     ],
     "mistral": [('[TOOL_CALLS]f{"a": [1,]} so', [("f", '{"a": [1,]}')])],
     "pythonic": [
@@ -312,7 +339,8 @@ ADVERSARIAL = (
     "<tool_call>", "<tool_call>{", "<", '<tool_call>{"', '<tool_call>{"name": "f", "arguments": {"', "[TOOL_CALLS]",
     "[TOOL_CALLS]f", "[TOOL_CALLS][", '{"', "{", "[", "[f(", "[f(x=[", '{"name": "f"};', "\\", '"\\', '{"name": "',
     "<|python_tag|>{", " ", "\n<", "[f(x='\\u", '<tool_call>{"arguments": {"a": "', "</tool_call>",
-    "<|python_start|>[f(),", "aaaa<tool_cal",
+    "<|python_start|>[f(),", "aaaa<tool_cal", "<|channel|>", "<|channel|>commentary to=f<|message|>",
+    "<|channel|>commentary to=f<|message|>{}",
 )  # fmt: skip
 
 
@@ -340,6 +368,8 @@ def test_steps_are_linear(format: str) -> None:
 def test_formats_of_templates() -> None:
     assert detect_tool_format("{{ '<tool_call>' }}") == "hermes"
     assert detect_tool_format("[TOOL_CALLS]") == "mistral"
+    assert detect_tool_format("'functions.' + name + '<|channel|>commentary '") == "harmony"
+    assert tool_format_named("openai") == "harmony"
     assert detect_tool_format("x <|python_tag|> y") == "llama3_json"
     assert detect_tool_format("[func_name1(params_name1=params_value1]") == "pythonic"
     assert detect_tool_format("{{ messages }}") == "json"

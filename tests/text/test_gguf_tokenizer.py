@@ -133,6 +133,10 @@ def test_what_ends_a_turn(folders: dict[str, Path]) -> None:
     end = tokens.index("</s>")
     assert read(said).eos_ids == (end, len(tokens) - 2)
     assert read(said, eot_token_id=9).eos_ids == (end, 9, len(tokens) - 2)
+    said |= {"tokens": [*tokens, "<|return|>", "<|call|>"], "token_type": np.array([*said["token_type"], 3, 3])}
+    said["token_type"][len(tokens) - 1] = 3
+    count = len(tokens)
+    assert read(said).eos_ids == (end, count + 1, count - 2, count), "in harmony <|end|> ends a message alone"
 
 
 def test_whole_words_and_composed_characters() -> None:

@@ -134,6 +134,8 @@ def random_blocks(kind: str, rows: int = 24, blocks: int = 3) -> GGUFTensor:
     data = RANDOM.integers(0, 256, (rows, blocks, form.block_bytes), dtype=np.uint8)
     for at in form.scale_offsets:
         data[:, :, at + 1] &= 0xBB
+    if kind == "mxfp4":  # exponents that fp16 has too
+        data[:, :, 0] = RANDOM.integers(104, 144, data.shape[:2])
     made = GGUFTensor(kind, rows, columns, data.reshape(rows, -1))
     if made.is_float:
         numbers = RANDOM.normal(size=(rows, columns)).astype(np.float32)
@@ -179,6 +181,8 @@ def test_a_scale_that_is_not_finite_is_found(kind: str, bits: int) -> None:
             data[3, 1] = np.array([np.float32(np.uint16(bits).view(np.float16))]).view(np.uint8)[-form.block_bytes :]
             if kind == "f16":
                 data[3, 1] = np.frombuffer(bits.to_bytes(2, "little"), np.uint8)
+        elif kind == "mxfp4":
+            data[3, 1, 0] = 255
         else:
             data[3, 1, at : at + 2] = np.frombuffer(bits.to_bytes(2, "little"), np.uint8)
         assert not blocks._replace(data=data.reshape(blocks.rows, -1)).is_finite()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import ForwardBatch, LayerCache, to_device
 from quire.kernels.limits import MAX_SCORES, QUERY_TILE
-from quire.kernels.reference import write_pages
+from quire.kernels.reference import softmax_with_sinks, write_pages
 from quire.protocol.kv_cache_config import KVCacheLayout
 
 
@@ -154,12 +154,16 @@ def _first_key(position: int, cache: LayerCache) -> int:
 
 def _attend(query: Tensor, span: QueryTile, cache: LayerCache) -> Tensor:
     """Return the attention of query [rows, kv_heads, Q, dim] to a tile's keys, of the same shape. torch's fused kernel
-    takes any strides, but no softcap, which is computed by matrix products instead."""
+    takes any strides, but no softcap and no sinks, which are computed by matrix products instead."""
     keys, values = _tile_view(cache.keys, span), _tile_view(cache.values, span)
-    if cache.softcap is None:
+    if cache.softcap is None and cache.sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=span.mask, scale=cache.scale)
     scores = (query * cache.scale) @ keys.transpose(2, 3)
-    scores.div_(cache.softcap).tanh_().mul_(cache.softcap)
+    if cache.softcap is not None:
+        scores.div_(cache.softcap).tanh_().mul_(cache.softcap)
     if span.mask is not None:
         scores.masked_fill_(~span.mask, -torch.inf)
-    return torch.softmax(scores, -1) @ values
+    sinks = cache.sinks
+    if sinks is not None:  # rows are queries of one head, then those of the next head of the group
+        sinks = sinks.view(cache.kv_heads, -1, 1).repeat_interleave(span.num_queries, 1).expand(*scores.shape[:3], 1)
+    return softmax_with_sinks(scores, sinks) @ values

@@ -46,6 +46,9 @@ class LayerCache:
     last multiple of `chunk` on (None: all). A layer without `writes_kv` reads the keys and values that another layer
     wrote to the same views, and computes queries only. A layer with a `budget` keeps that many tokens of a prompt,
     chosen by its `selection`; later tokens are stored after them (ForwardBatch.for_cache).
+
+    With `sinks` [heads], fp32, the softmax of each query head has one more score, its sink (gpt-oss): a key without a
+    value, which takes a part of the weights.
     """
 
     keys: Tensor
@@ -60,12 +63,16 @@ class LayerCache:
     chunk: int | None = None
     budget: int | None = None
     selection: SnapKVSelection = field(default_factory=SnapKVSelection)
+    sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.keys.shape == self.values.shape, "keys and values differ in shape"
         assert self.keys.stride() == self.values.stride(), "keys and values differ in strides"
         assert self.keys.stride(3) == 1, "a head's numbers must be contiguous"
         assert self.window is None or self.chunk is None, "a layer has a window or a chunk, not both"
+        if self.sinks is not None:
+            assert self.sinks.shape == (self.heads,), f"{self.heads} heads have sinks {tuple(self.sinks.shape)}"
+            assert self.sinks.dtype == torch.float32, f"sinks in {self.sinks.dtype}"
 
     @property
     def is_local(self) -> bool:
@@ -138,7 +145,7 @@ class LayerCache:
     def plan_key(self) -> tuple[int | float | None, ...]:
         """Return the key by which layers share the plan of a step: all fields that a plan depends on."""
         shape = self.heads, self.kv_heads, self.head_dim
-        return self.group, *shape, self.softcap, self.window, self.chunk, self.budget
+        return self.group, *shape, self.softcap, self.window, self.chunk, self.budget, self.sinks is None
 
     @cached_property
     def dtype(self) -> torch.dtype:

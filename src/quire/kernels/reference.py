@@ -15,13 +15,14 @@ from quire.protocol.kv_cache_config import KVCacheLayout
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: int, *, scale: float,
-    window: int | None = None, softcap: float | None = None, chunk: int | None = None,
+    window: int | None = None, softcap: float | None = None, chunk: int | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention of one query over pages: q [heads, dim], keys and values [pages, kv_heads, page_tokens,
     dim], table [logical pages] -> [heads, dim]. The query at `position` sees positions 0 .. position, the last `window`
     of them, or those of its `chunk`.
 
     For each page j: A_j = exp(q K_j^T * scale), o = sum_j A_j V_j / sum_j A_j; the running maximum avoids overflow.
+    With `sinks` [heads] the divisor has one more term for each head, exp(sink).
     """
     heads, dim = q.shape
     kv_heads, size = keys.shape[1], keys.shape[2]
@@ -32,6 +33,8 @@ def paged_attention(
         first = position // chunk * chunk
     best = torch.full((kv_heads, heads // kv_heads, 1), -torch.inf, dtype=work, device=q.device)
     total = torch.zeros_like(best)
+    if sinks is not None:
+        best, total = sinks.to(work).view_as(best), torch.ones_like(best)
     out = torch.zeros_like(query)
     for j in range(first // size, position // size + 1):
         at = torch.arange(j * size, (j + 1) * size, device=q.device)
@@ -51,6 +54,14 @@ def paged_attention(
         out = out * shrink + weights @ value
         best = new
     return (out / total).view(heads, dim).to(q.dtype)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores [..., keys] with one more score for each row, which has no result: sinks, of the
+    shape of scores but with a last dimension of 1 (None: without)."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    return torch.softmax(torch.cat((scores, sinks.to(scores.dtype)), -1), -1)[..., :-1]
 
 
 def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
@@ -91,7 +102,7 @@ class ReferenceBackend:
             [
                 paged_attention(
                     query, cache.keys, cache.values, tables[slot], position,
-                    scale=cache.scale, window=window, softcap=cache.softcap, chunk=chunk,
+                    scale=cache.scale, window=window, softcap=cache.softcap, chunk=chunk, sinks=cache.sinks,
                 )
                 for query, slot, position, (window, chunk) in zip(q, query_batch.token_slots, last.tolist(), bounds)
             ]

@@ -19,7 +19,7 @@ from quire.errors import StartupError
 from quire.kernels.forward_batch import ForwardBatch, LayerCache, to_device
 from quire.kernels.limits import MAX_INDEX_ROWS, MAX_SCORES, QUERY_TILE
 from quire.kernels.onednn import round_up_bits
-from quire.kernels.reference import write_pages
+from quire.kernels.reference import softmax_with_sinks, write_pages
 from quire.protocol.kv_cache_config import KVCacheLayout
 
 
@@ -127,7 +127,8 @@ class SdpaBackend:
             q = q.index_select(0, bucket.queries.reshape(-1))
         # [B, Q, kv, shared, dim] -> [B, kv, shared, Q, dim]: a key head serves its group of query heads as one operand.
         query = q.view(count, width, kv, shared, dim).permute(0, 2, 3, 1, 4)
-        attend = _attend_bmm if q.device.type == "cpu" or cache.softcap is not None else _attend_sdpa
+        plain = cache.softcap is None and cache.sinks is None
+        attend = _attend_sdpa if plain and q.device.type != "cpu" else _attend_bmm
         out = attend(query, keys, values, bucket.masked_out, cache)
         out = out.permute(0, 3, 1, 2, 4).reshape(count * width, heads, dim)
         return out if bucket.valid_queries is None else out.index_select(0, bucket.valid_queries)
@@ -162,16 +163,19 @@ def _head_rows(pages: Tensor, cache: LayerCache) -> Tensor:
 
 
 def _attend_bmm(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, cache: LayerCache) -> Tensor:
-    """Return softmax(query keys^T * scale) values by two batched products, with a softcap if the layer has one. torch's
-    fused kernel has no softcap, and is slow on CPUs for bf16 prompts and for one query: 1.8 to 9.7 ms a layer for 32
-    rows of 192 tokens, where this takes 0.4 with the gather."""
+    """Return softmax(query keys^T * scale) values by two batched products, with the layer's softcap and sinks, if any.
+    torch's fused kernel has neither, and is slow on CPUs for bf16 prompts and for one query: 1.8 to 9.7 ms a layer for
+    32 rows of 192 tokens, where this takes 0.4 with the gather."""
     count, kv, shared, width, dim = query.shape
     scores = torch.bmm((query * cache.scale).reshape(count * kv, shared * width, dim), keys.transpose(1, 2))
     if cache.softcap is not None:
         scores.div_(cache.softcap).tanh_().mul_(cache.softcap)
     if hidden is not None:
         scores.view(count, kv, shared, width, -1).masked_fill_(hidden[:, None], -torch.inf)
-    weights = torch.softmax(scores, -1)
+    sinks = cache.sinks
+    if sinks is not None:
+        sinks = sinks.view(1, kv, shared, 1, 1).expand(count, kv, shared, width, 1).reshape(*scores.shape[:2], 1)
+    weights = softmax_with_sinks(scores, sinks)
     return torch.bmm(weights, values).view(count, kv, shared, width, dim)
 
 

@@ -31,9 +31,9 @@ the tokens at positions `start` and on. Any strides, the last of which is 1."""
 
 
 def supports_layer(name: str, cache: LayerCache) -> bool:
-    """Return True if the kernel can compute this layer: contiguous, without window, chunk and softcap, and of
-    supported sizes."""
-    plain = cache.contiguous and not cache.is_local and cache.softcap is None
+    """Return True if the kernel can compute this layer: contiguous, without window, chunk, softcap and sinks,
+    and of supported sizes."""
+    plain = cache.contiguous and not cache.is_local and cache.softcap is None and cache.sinks is None
     return plain and supports_heads(name, cache)
 
 

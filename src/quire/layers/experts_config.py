@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""Of the activation `clamped_swiglu` (quire.layers.mlp); the kernels compute no others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """A layer has `count` gated MLPs, experts, of `intermediate` columns each (`intermediate_key`: their key in
     config.json, for errors). A token uses the `per_token` most probable ones, weighted by their probabilities, which
-    are divided by their sum if `renormalize`. If there are `shared_intermediate` columns, each token also uses a
-    shared expert with so many, weighted by the sigmoid of a product of its own."""
+    are divided by their sum if `renormalize`. If there are `shared_intermediate` columns, each token also uses a shared
+    expert with so many, weighted by the sigmoid of a product of its own. With `biases` the router and all products of
+    the experts have biases."""
 
     count: int
     per_token: int
@@ -18,6 +22,7 @@ class ExpertsConfig:
     intermediate_key: str = "moe_intermediate_size"
     renormalize: bool = False
     shared_intermediate: int = 0
+    biases: bool = False
 
     @property
     def columns(self) -> dict[str, int]:
@@ -28,6 +33,7 @@ class ExpertsConfig:
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's experts, the router's and the shared expert's included."""
         routed = self.count * (3 * hidden * self.intermediate + hidden)
+        routed += self.biases * self.count * (2 * self.intermediate + hidden + 1)
         return routed + (3 * hidden * self.shared_intermediate + hidden if self.shared_intermediate else 0)
 
     def divide(self, ranks: int) -> ExpertsConfig:

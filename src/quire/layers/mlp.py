@@ -13,6 +13,7 @@ from quire.errors import StartupError, short_repr
 from quire.kernels.cpu import activation as cpu
 from quire.kernels.cpu import dispatch
 from quire.kernels.cpu.linear import ACTIVATIONS as CPU_ACTIVATIONS
+from quire.layers.experts_config import SWIGLU_ALPHA, SWIGLU_LIMIT
 from quire.layers.linear import Linear
 from quire.layers.sharding import shard_columns
 from quire.protocol.parallel_layout import UNSHARDED, Shard
@@ -35,6 +36,20 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
             f"the activation {short_repr(name)} is not supported", f"Supported: {', '.join(sorted(ACTIVATIONS))}"
         )
     return ACTIVATIONS[name]
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up from -7 to 7 (gpt-oss)."""
+    gate = gate.clamp(max=SWIGLU_LIMIT)
+    return gate.mul_(torch.sigmoid(SWIGLU_ALPHA * gate)).mul_(up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1))
+
+
+def get_gated_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of gate and up of config.json's name `name`, else of quire's own `clamped_swiglu`."""
+    if name == "clamped_swiglu":
+        return clamped_swiglu
+    act = get_activation(name)
+    return lambda gate, up: act(gate).mul_(up)
 
 
 class GatedMLP(nn.Module):

@@ -16,7 +16,7 @@ from quire.kernels.cpu.linear import PackedLinear, supports
 from quire.kernels.cpu.low_bit_linear import LowBitWeight, PackedLowBitLinear
 from quire.layers.experts_config import ExpertsConfig
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP, get_activation
+from quire.layers.mlp import GatedMLP, get_gated_activation
 from quire.layers.sharding import shard_columns
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
@@ -39,17 +39,18 @@ class ExpertWeights(Linear):
         """Return the packed weights of `count` experts, and drop the plain ones. `activation`: that of gate and up,
         stacked. Needs `can_pack`."""
         assert self.weight is not None, "packed twice"
-        fused, dtype = (None, activation, activation is not None, deterministic), self.weight.dtype
+        fused, dtype = (activation, activation is not None, deterministic), self.weight.dtype
+        biases = (None,) * count if self.bias is None else self.bias.chunk(count)
         packed: list[PackedLinear | PackedLowBitLinear] = []
         if self.low_bit_parts is not None:
             size = len(self.low_bit_parts) // count
-            for start in range(0, len(self.low_bit_parts), size):
+            for start, bias in zip(range(0, len(self.low_bit_parts), size), biases):
                 parts = [make() for make in self.low_bit_parts[start : start + size] if make is not None]
                 assert len(parts) == size, "all parts are loaded"
-                packed.append(PackedLowBitLinear(reduce(LowBitWeight.concat_rows, parts), dtype, *fused))
+                packed.append(PackedLowBitLinear(reduce(LowBitWeight.concat_rows, parts), dtype, bias, *fused))
         else:
             self.load_deferred()
-            packed += [PackedLinear(weight, *fused) for weight in self.weight.chunk(count)]
+            packed += [PackedLinear(weight, bias, *fused) for weight, bias in zip(self.weight.chunk(count), biases)]
         self.weight = self.low_bit_parts = None
         return packed
 
@@ -81,7 +82,8 @@ class SparseMLP(nn.Module):
     weights, and that of the shared expert, if any (see ExpertsConfig). Probabilities and sums are computed in fp32.
 
     `gate_up` has for each expert the gate's rows and then up's, `down` for each expert `hidden` rows. With tensor
-    parallelism each rank has some columns of every expert and the whole router: its output is one rank's term of a sum.
+    parallelism each rank has some columns of every expert and the whole router: its output is one rank's term of a sum,
+    and only the first rank adds the bias of `down`.
     """
 
     __call__: Callable[..., Tensor]
@@ -93,11 +95,11 @@ class SparseMLP(nn.Module):
         super().__init__()
         self.experts, self.top_k, self.renormalize = experts.count, experts.per_token, experts.renormalize
         assert 1 <= self.top_k <= self.experts, f"{self.top_k} of {self.experts} experts"
-        self.act, self.act_name = get_activation(act), act
+        self.act, self.act_name, biases = get_gated_activation(act), act, experts.biases
         columns = shard_columns(shard, experts.intermediate)
-        self.router = Linear(hidden, self.experts, False, dtype, device)
-        self.gate_up = ExpertWeights(hidden, (columns, columns) * self.experts, False, dtype, device)
-        self.down = ExpertWeights(columns, (hidden,) * self.experts, False, dtype, device, output_modified=True)
+        self.router = Linear(hidden, self.experts, biases, dtype, device)
+        self.gate_up = ExpertWeights(hidden, (columns, columns) * self.experts, biases, dtype, device)
+        self.down = ExpertWeights(columns, (hidden,) * self.experts, biases, dtype, device, output_modified=True)
         self.shared: GatedMLP | None = None
         if experts.shared_intermediate:
             self.shared = GatedMLP(hidden, experts.shared_intermediate, act, False, dtype, device, shard, True)
@@ -117,19 +119,22 @@ class SparseMLP(nn.Module):
 
     def mix(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's chosen experts."""
+        biases = self.gate_up.bias, self.down.bias
         if self.low_bit is not None:
-            return self._mix_by_kernels(x, *self.low_bit)
+            return self._mix_by_kernels(x, *self.low_bit, biases)
         assert self.gate_up.weight is not None, "the weight is not packed"
         assert self.down.weight is not None, "the weight is not packed"
         gate_up, down = (part.view(self.experts, -1, part.shape[1]) for part in (self.gate_up.weight, self.down.weight))
         if self.experts_kernel is not None:
-            return self._mix_by_kernels(x, gate_up, down, (self.gate_up.scale, self.down.scale))
+            return self._mix_by_kernels(x, gate_up, down, (self.gate_up.scale, self.down.scale), biases)
         weights, chosen = self.route(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        inner_bias, outer_bias = (None if bias is None else bias.view(self.experts, -1) for bias in biases)
         for expert in torch.unique(chosen).tolist():
             rows, rank = torch.where(chosen == expert)
-            gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=1)
-            result = F.linear(self.act(gate).mul_(up), down[expert])
+            inner = F.linear(x[rows], gate_up[expert], None if inner_bias is None else inner_bias[expert])
+            gate, up = inner.chunk(2, dim=1)
+            result = F.linear(self.act(gate, up), down[expert], None if outer_bias is None else outer_bias[expert])
             out.index_add_(0, rows, result.float() * weights[rows, rank, None])
         return out.to(x.dtype)
 
@@ -153,6 +158,8 @@ class SparseMLP(nn.Module):
         with packed weights on a CPU. If `deterministic`, a row's bits don't depend on the number of rows."""
         weight = self.gate_up.weight
         assert weight is not None, "prepared twice"
+        if not self.down.column_shard.shard.is_first_tp_rank:
+            self.down.bias = None
         if self.gate_up.can_pack() and self.down.can_pack() and self.act_name in CPU_ACTIVATIONS:
             gate_up = self.gate_up.pack_each(self.experts, self.act_name, deterministic)
             self.packed = PackedExperts(gate_up, self.down.pack_each(self.experts, None, deterministic))

@@ -39,6 +39,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": Architecture(expert_families.read_mixtral),
     "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
     "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),
+    "GptOssForCausalLM": Architecture(expert_families.read_gpt_oss),
     "OPTForCausalLM": Architecture(families.read_opt, "opt:OPT"),
     "GPT2LMHeadModel": Architecture(families.read_gpt2),
     "JambaForCausalLM": Architecture(mamba_families.read_jamba, "mamba:Mamba"),

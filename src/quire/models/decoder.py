@@ -22,7 +22,7 @@ from quire.layers.norm import LayerNorm, ResidualSum, RMSNorm
 from quire.layers.pipeline import make_layers
 from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.sharding import shard_heads, shard_vocab
+from quire.layers.sharding import ParameterShards, ShardRange, shard_heads, shard_vocab
 from quire.layers.softcap import Softcap
 from quire.models.architectures import read_model_config
 from quire.models.decoder_config import DecoderConfig
@@ -33,7 +33,8 @@ from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 class Attention(nn.Module):
     """Queries, keys and values from one product, or queries alone if the layer shares another's keys and values; their
-    norms and rotation, if any; attention through the context; the output projection. Ranks divide the heads."""
+    norms and rotation, if any; attention through the context; the output projection. Ranks divide the heads. `sinks`
+    reach the kernels by the layer's cache."""
 
     __call__: Callable[..., Tensor]
 
@@ -49,6 +50,12 @@ class Attention(nn.Module):
         products = (queries,) if shares_kv else (queries, keys, keys)
         self.qkv = Linear(inputs or s.hidden, products, s.qkv_bias, dtype, device)
         self.out = Linear(queries, s.hidden, s.out_bias, dtype, device)
+        self.sinks: nn.Parameter | None = None
+        self.param_shards: dict[str, ParameterShards] = {}
+        if s.sinks:
+            own, _ = shard.head_ranges(s.heads, s.kv_heads)
+            self.param_shards["sinks"] = ParameterShards((ShardRange(own, s.heads, len(own), shard),), None)
+            self.sinks = nn.Parameter(torch.empty(len(own), dtype=torch.float32, device=device), requires_grad=False)
         self.head_norms = self.projection_norms = None
         if s.qk_norm:
             sizes = (s.head_dim, s.head_dim) if s.qk_norm == "head" else (queries.padded, keys.padded)
@@ -64,6 +71,12 @@ class Attention(nn.Module):
                 norm.normalize_(part)
         qkv = qkv.view(len(x), -1, self.head_dim)
         return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
+
+
+def attention_sinks(model: nn.Module) -> dict[int, Tensor]:
+    """Return the sinks of the layers that have them, fp32 [heads] each, by the layer's number."""
+    layers = (module for module in model.modules() if isinstance(module, Attention))
+    return {module.layer: module.sinks for module in layers if module.sinks is not None}
 
 
 class DecoderLayer(nn.Module):
@@ -237,6 +250,12 @@ class Decoder(ShardedModule):
         """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
         s, frequencies = self.config, (r"(.*\.)?rotary_emb\.inv_freq",)
         return (*s.ignored_weights, *(frequencies if s.ropes else ()), *((r"lm_head\.weight",) if s.tied else ()))
+
+    @property
+    def num_stacked_experts(self) -> int:
+        """The number of experts of a layer if a checkpoint has one tensor of all of them, else 0."""
+        s = self.config
+        return s.experts.count if s.stacked_experts and s.experts is not None else 0
 
     def prepare(
         self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()

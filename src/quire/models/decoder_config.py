@@ -79,16 +79,18 @@ class DecoderConfig:
     Each block f (attention, feed-forward) computes x += f(norm(x)); with `post_norms` x += norm(f(norm(x))), without
     `pre_norms` x += norm(f(x)). Norms are RMS norms, with `norm_offset` of weights stored minus one, or with
     `layer_norm` layer norms. `qk_norm`: queries and keys are normalised, "head" each head, "projection" all heads
-    together. Products of queries and keys are multiplied by `scale` (None: head_dim ** -0.5) and bounded by `softcap`,
-    logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by `embed_scale`.
+    together. With `sinks` each query head has a sink (see LayerSpec). Products of queries and keys are multiplied by
+    `scale` (None: head_dim ** -0.5) and bounded by `softcap`, logits by `final_softcap`; embeddings have `embed_dim`
+    numbers and are multiplied by `embed_scale`.
 
     `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
     `position_offset`. `extra_tokens` have embeddings, but are never generated. `experts` are those of layers that have
     them. `intermediate_key` is the name of `intermediate` in config.json, for errors.
 
     `weight_names` are without the prefix, one of `weight_prefixes`; tensors that match `ignored_weights` are not
-    loaded. `grouped_qkv`: a tensor of queries, keys and values has these of one key head after another. Parameters that
-    match `transposed_weights` are [in, out] in a checkpoint."""
+    loaded. `stacked_experts`: the tensors of all experts are one (see quire.weights.stacked_experts). `grouped_qkv`: a
+    tensor of queries, keys and values has these of one key head after another. Parameters that match
+    `transposed_weights` are [in, out] in a checkpoint."""
 
     family: str
     vocab_size: int
@@ -114,6 +116,7 @@ class DecoderConfig:
     tied: bool
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
     final_softcap: float | None = None
     embed_scale: float | None = None
     layers: tuple[LayerConfig, ...]
@@ -130,6 +133,7 @@ class DecoderConfig:
     weight_prefixes: tuple[str, ...] = ("model.",)
     ignored_weights: tuple[str, ...] = ()
     grouped_qkv: bool = False
+    stacked_experts: bool = False
     transposed_weights: str = ""
     shard: Shard = UNSHARDED
 
@@ -196,6 +200,7 @@ class DecoderConfig:
             rows = queries if layer.kv_sharing_layer is not None else queries + 2 * keys
             total += h * (rows + queries) + self.qkv_bias * rows + self.out_bias * h
             total += {"": 0, "head": 2 * self.head_dim, "projection": queries + keys}[self.qk_norm]
+            total += self.heads if self.sinks else 0
             total += 2 * self.head_dim + 2 if layer.mixer == "cross" else 0  # norms of a head, and gates
         inner = (2 if self.gated else 1) * self.intermediate
         products, biases = h * (inner + self.intermediate), self.mlp_bias * (inner + h)
@@ -208,7 +213,7 @@ class DecoderConfig:
     def spec(self) -> ModelSpec:
         """Return the ModelSpec. `parameters` are the text model's; those of a vision encoder are in `vision`."""
         sparse = sum(layer.feed_forward == "experts" for layer in self.layers)
-        states = sum(layer.mixer == "mamba" for layer in self.layers)
+        states, attending = (sum(layer.mixer == mixer for layer in self.layers) for mixer in ("mamba", "attention"))
         inner, mamba, experts = self.intermediate if self._has("mlp") else 0, self.mamba, self.experts
         if experts is not None:
             inner = max(inner, experts.per_token * experts.intermediate + experts.shared_intermediate)
@@ -228,7 +233,8 @@ class DecoderConfig:
             experts=0 if experts is None else experts.count,
             active_experts=0 if experts is None else experts.per_token,
             expert_parameters=0 if experts is None else sparse * experts.count * 3 * self.hidden * experts.intermediate,
-            fp32_parameters=0 if mamba is None else states * mamba.fp32_parameters,
+            fp32_parameters=(0 if mamba is None else states * mamba.fp32_parameters)
+            + self.sinks * attending * self.heads,
         )
 
     def _layer_spec(self, layer: LayerConfig) -> LayerSpec:
@@ -239,5 +245,5 @@ class DecoderConfig:
             return LayerSpec(self.kv_heads, self.head_dim, is_cross_attention=True)
         return LayerSpec(
             self.kv_heads, self.head_dim, layer.window, scale=self.scale, softcap=self.softcap, chunk=layer.chunk,
-            kv_source_layer=layer.kv_sharing_layer, budget=layer.budget,
+            kv_source_layer=layer.kv_sharing_layer, budget=layer.budget, has_sinks=self.sinks,
         )  # fmt: skip

@@ -7,11 +7,19 @@ from collections.abc import Collection
 from typing import Any
 
 from quire.errors import StartupError, short_repr
-from quire.layers.experts_config import ExpertsConfig
+from quire.layers.experts_config import SWIGLU_ALPHA, SWIGLU_LIMIT, ExpertsConfig
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import DecoderConfig, LayerConfig
 from quire.models.families import LLAMA_NAMES, declare_gated, read_biases
-from quire.models.layer_types import Windows, read_layer_count, read_layer_types, read_qwen_windows
+from quire.models.layer_types import (
+    FULL,
+    LOCAL,
+    Windows,
+    read_layer_count,
+    read_layer_types,
+    read_qwen_windows,
+    windows_for_types,
+)
 from quire.models.rope_settings import read_rope
 from quire.models.weight_names import WeightNames
 
@@ -76,6 +84,53 @@ def read_qwen3_moe(fields: ConfigReader) -> DecoderConfig:
     window = fields.get_int("sliding_window", 4096) if fields.get_bool("use_sliding_window", False) else None
     windows = (window,) * read_layer_count(fields)
     return _declare_qwen(fields, windows, (128, 8, 768), 0, kv_heads=4, qk_norm="head", **read_biases(fields))
+
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def read_gpt_oss(fields: ConfigReader) -> DecoderConfig:
+    """gpt-oss (Agarwal et al., 2025): attention sinks, windows in every second layer, biases everywhere, experts with a
+    clamped SwiGLU."""
+    for name, value in (("hidden_act", "silu"), ("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        fields.require_value(name, value)
+    fields.require_value("pyramid_kv", None)
+    if not fields.config.get("rope_scaling") and not fields.config.get("rope_parameters"):
+        fields = ConfigReader({**fields.config, "rope_parameters": GPT_OSS_ROPE}, fields.source)
+    count, layers = fields.get_int("num_local_experts", 128, MAX_EXPERTS), read_layer_count(fields)
+    experts = ExpertsConfig(
+        count=count,
+        per_token=fields.get_int("num_experts_per_tok", min(4, count), count),
+        intermediate=fields.get_int("intermediate_size"),
+        intermediate_key="intermediate_size",
+        renormalize=True,
+        biases=True,
+    )
+    types = read_layer_types(fields) or tuple(FULL if layer % 2 else LOCAL for layer in range(layers))
+    bias = fields.get_bool("attention_bias", True)
+    return _declare(
+        fields,
+        windows_for_types(types, fields.get_int("sliding_window", None if "sliding_window" in fields.config else 128)),
+        experts,
+        range(layers),
+        150_000.0,
+        kv_heads=8,
+        head_dim=64,
+        norm_eps=fields.get_float("rms_norm_eps", 1e-5),
+        activation="clamped_swiglu",
+        qkv_bias=bias,
+        out_bias=bias,
+        sinks=True,
+        stacked_experts=True,
+        weight_names={
+            **LLAMA_NAMES,
+            **expert_names("mlp", count, "router"),
+            "layers.*.attention.sinks": "layers.*.self_attn.sinks",
+        },
+    )
 
 
 def _declare_qwen(

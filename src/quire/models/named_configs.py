@@ -115,6 +115,23 @@ _MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
     "rope_theta": 1000000.0, "sliding_window": None,
 }
+# The experts' weights are in MXFP4 in the checkpoints; here they are not.
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+    "vocab_size": 201088, "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "attention_bias": True, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0, "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "tie_word_embeddings": False, "eos_token_id": 200002, "dtype": "bfloat16",
+}
+_GPT_OSS_120B = {
+    **_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}
 # Jamba-v0.1; its config.json has transformers' defaults.
 _JAMBA = {
     "architectures": ["JambaForCausalLM"], "model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32,
@@ -238,6 +255,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba-2.8b": _mamba(2560, 64),
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
     "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE),
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-120b": _GPT_OSS_120B,
     **VISION_LANGUAGE_CONFIGS,
 }
 # fmt: on

@@ -21,6 +21,8 @@ GGUF_BLOCKS_KEY = "quire_blocks"
 """The key, in a config made from a GGUF file's metadata, that is true if its weights are in low-bit blocks."""
 LM_HEAD = "lm_head"  # two of the three methods never quantise it, even if it is not among the exceptions
 REMEDY = "Use the unquantised checkpoint, with --quantization fp8"
+MXFP4 = "mxfp4"
+MXFP4_ARCHITECTURE = "GptOssForCausalLM"  # the only one whose experts are read in MXFP4
 MAX_IGNORED_MODULES = 4096
 MAX_PATTERNS = 64  # regular expressions among the ignored modules: each is matched with each module
 MAX_PATTERN_LENGTH = 200  # characters
@@ -53,8 +55,9 @@ GROUP_SIZES = (32, 64, 128)
 
 class LowBitScheme(NamedTuple):
     """Linear layers in few bits, with scales for groups of columns. `stored`: the format of a checkpoint ("awq",
-    "gptq") or a GGUF file ("gguf"); if empty, weights are quantised while loading, in groups of 32. For GPTQ,
-    `desc_act`: a group's columns may be anywhere; `zeros_minus_one`: zeros are stored minus 1."""
+    "gptq", or "mxfp4" of experts alone) or a GGUF file ("gguf"); if empty, weights are quantised while loading, in
+    groups of 32. For GPTQ, `desc_act`: a group's columns may be anywhere; `zeros_minus_one`: zeros are stored minus
+    1."""
 
     bits: int
     stored: str = ""
@@ -106,6 +109,8 @@ def read_checkpoint_scheme(config: dict[str, Any]) -> FP8Scheme | LowBitScheme |
         return _read_compressed_tensors(fields)
     if method == "fbgemm_fp8":
         return FP8Scheme(True, ignored_modules=(*_read_module_names(fields, "modules_to_not_convert"), LM_HEAD))
+    if method == "mxfp4" and config.get("architectures") == [MXFP4_ARCHITECTURE]:
+        return LowBitScheme(4, MXFP4)
     if method in ("awq", "gptq"):
         return _read_awq_gptq(fields, str(method))
     raise StartupError(

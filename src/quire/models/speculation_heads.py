@@ -43,6 +43,7 @@ class SpeculationHead(ShardedModule):
 
     __call__: Callable[..., Tensor]
     norm: RMSNorm
+    num_stacked_experts = 0
 
     def __init__(
         self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED

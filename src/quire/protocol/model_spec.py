@@ -39,7 +39,8 @@ class LayerSpec:
     -0.5). `softcap` bounds them: x becomes softcap * tanh(x / softcap). `heads` are the query heads (None: the
     model's). A layer with `kv_source_layer` keeps nothing: it reads the keys and values of that earlier layer. `budget`
     is how many tokens of a prompt the layer keeps (PyramidKV); None: all. `policy` names a layer type that is not
-    quire's own (see quire.memory.policies).
+    quire's own (see quire.memory.policies). With `has_sinks` each query head has a sink, a weight of
+    the model (see quire.kernels.forward_batch.LayerCache).
 
     With `has_int8_kv` keys and values have 8 bits, and the numbers of each head are followed by their scale; such a
     cell is written once and can be copied as it is. A layer with `state_tensors` (Mamba) keeps these tensors for a
@@ -63,6 +64,7 @@ class LayerSpec:
     has_int8_kv: bool = False
     is_draft: bool = False
     reads_hidden_states: bool = False
+    has_sinks: bool = False
 
     def cell_bytes(self, itemsize: int) -> int:
         """Return the bytes of the key (or value) of one head and token."""

@@ -74,14 +74,14 @@ class ServeOptions:
     chat_template: str | None = setting(None, "a Jinja chat template in place of the model's", metavar="FILE")
     tool_call_parser: str | None = setting(
         None,
-        "how the model writes tool calls: hermes, json, llama3_json, mistral or pythonic (default: detected from its "
-        "chat template)",
+        "how the model writes tool calls: harmony, hermes, json, llama3_json, mistral or pythonic (default: detected "
+        "from its chat template)",
         metavar="NAME",
     )
     reasoning_parser: str | None = setting(
         None,
-        "how the model writes its reasoning: think, deepseek_r1, granite, mistral, seed_oss or off (default: detected "
-        "from its chat template)",
+        "how the model writes its reasoning: think, deepseek_r1, granite, harmony, mistral, seed_oss or off (default: "
+        "detected from its chat template)",
         metavar="NAME",
     )
     api_key_file: str | None = setting(

@@ -11,6 +11,7 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.structured_output import ANY_OUTPUT, PARAM_NAME, Structured
 from quire.server.request_models import ChatRequest
 from quire.server.request_params import structured_field
+from quire.text.harmony import HarmonyParser
 from quire.text.input_processor import Prompt
 from quire.text.reasoning_parser import (
     OFF,
@@ -18,6 +19,7 @@ from quire.text.reasoning_parser import (
     ReasoningFormat,
     ReasoningParser,
     ReasoningStart,
+    new_parser,
     reasoning_start,
 )
 from quire.text.tokenizer import Tokenizer
@@ -37,9 +39,9 @@ class RequestReasoning(NamedTuple):
     token_bytes: Callable[[int], bytes]
     is_returned: bool = True
 
-    def new_parser(self) -> ReasoningParser:
+    def new_parser(self) -> ReasoningParser | HarmonyParser:
         """Return a parser for one output."""
-        return ReasoningParser(self.format, self.start)
+        return new_parser(self.format, self.start)
 
 
 class ReasoningTokenCounter:
@@ -76,11 +78,14 @@ class ModelReasoning:
         self._begin: tuple[int, ...] = ()
         self._end: tuple[int, ...] = ()
         self._special = False
+        self._end_is_exact = False  # the tokens of `end` are always the same
         if self.format is not None and tokenizer is not None:
             self._begin, self._end = (
                 tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (self.format.begin, self.format.end)
             )
             self._special = not tokenizer.special_ids.isdisjoint((*self._begin, *self._end))
+            ends = {*self._end[:1], *self._end[-1:]}  # added tokens, which no merge crosses
+            self._end_is_exact = len(self._end) == 1 or (bool(ends) and ends <= tokenizer.added_tokens.keys())
 
     def for_request(
         self, request: ChatRequest, prompt: Prompt, continued: str | None = None
@@ -117,9 +122,9 @@ class ModelReasoning:
             special = self._special and request.skip_special_tokens is None
             return replace(params, skip_special_tokens=False) if special else params
         field = structured_field(request) if budget is None else BUDGET_FIELD
-        if len(self._end) != 1 and budget is None and reasoning.start == "maybe":
+        if not self._end_is_exact and budget is None and reasoning.start == "maybe":
             return params  # the structured output starts at the first token, without reasoning
-        if len(self._end) != 1:
+        if not self._end_is_exact:
             raise InputError(
                 f"{field}: {reasoning.format.end!r} is not one token of this model, so a grammar can't find it", field
             )

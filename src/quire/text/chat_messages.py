@@ -135,6 +135,8 @@ class _MessageReader:
             texts.setdefault("reasoning_content", newer)
         if texts.get("tool_call_id") == "":
             del texts["tool_call_id"]
+        if calls and not content and "reasoning_content" in texts:
+            texts["thinking"] = texts["reasoning_content"]  # so gpt-oss's template calls it
         read |= self._escape(texts)
         return read
 

@@ -29,8 +29,10 @@ REMEDY = "Give another one: --tokenizer FOLDER"
 END_OF_TURN_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
     "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
+    "<|return|>", "<|call|>",
 })  # fmt: skip
-"""Tokens that end a turn even if the metadata do not say so, as in llama.cpp."""
+"""Tokens that end a turn even if the metadata do not say so, as in llama.cpp. In gpt-oss's harmony format `<|end|>`
+ends a message, and `<|return|>` or `<|call|>` the turn."""
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -103,7 +105,8 @@ def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
         _set_post_processor(backend, metadata, begins, named, tokens)
     calls = {"unknown": "unk_token", "padding": "pad_token"}
     special = {calls.get(name, f"{name}_token"): tokens[id] for name, id in named.items() if id is not None}
-    ends = [vocab[text] for text in sorted(END_OF_TURN_TOKENS & vocab.keys()) if types[vocab[text]] in (CONTROL, USER)]
+    texts = END_OF_TURN_TOKENS - {"<|end|>"} if "<|return|>" in vocab else END_OF_TURN_TOKENS  # harmony: see below
+    ends = [vocab[text] for text in sorted(texts & vocab.keys()) if types[vocab[text]] in (CONTROL, USER)]
     more = [id for name in ("eot", "eom") if (id := _special_token_id(metadata, name, tokens)) is not None]
     return Tokenizer(backend, special, template_of(metadata) is not None, more_eos_ids=(*more, *ends))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from quire.errors import StartupError
+from quire.text.harmony import ANALYSIS, FINAL, HarmonyParser
 
 ReasoningStart = Literal["open", "closed", "maybe"]
 
@@ -25,10 +26,18 @@ REASONING_FORMATS = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", begin_optional=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "harmony": ReasoningFormat(ANALYSIS, FINAL),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
 }
-REASONING_ALIASES = {"qwen3": "think", "glm45": "think", "deepseek_v3": "think", "minimax_m2": "deepseek_r1"}
+REASONING_ALIASES = {
+    "openai_gptoss": "harmony",
+    "qwen3": "think",
+    "glm45": "think",
+    "deepseek_v3": "think",
+    "minimax_m2": "deepseek_r1",
+}
 TEMPLATE_SIGNS = (
+    (ANALYSIS, "harmony"),
     ("[THINK]", "mistral"), ("<seed:think>", "seed_oss"), ("Here is my thought process:", "granite"),
     ("</think>", "think"), ("<think>", "think"),
 )  # fmt: skip
@@ -60,6 +69,11 @@ def reasoning_start(format: ReasoningFormat, prompt: str, continued: str | None 
     if end.endswith(format.end):
         return "closed"
     return "open" if format.begin_optional else "maybe"
+
+
+def new_parser(format: ReasoningFormat, start: ReasoningStart) -> ReasoningParser | HarmonyParser:
+    """Return a parser of one output that begins as `start` says."""
+    return HarmonyParser() if format.begin == ANALYSIS else ReasoningParser(format, start)
 
 
 class ReasoningParser:

@@ -37,12 +37,20 @@ BLOCK_FORMATS = {
     "q4_k": BlockFormat(256, 144, (0, 2)),
     "q5_k": BlockFormat(256, 176, (0, 2)),
     "q6_k": BlockFormat(256, 210, (208,), 32),
+    "mxfp4": BlockFormat(32, 17),
 }
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The numbers of MXFP4, of 4 bits each."""
+E8M0_BIAS, E8M0_NAN = 127, 255
+"""A scale of MXFP4 is the exponent of 2, plus the bias."""
 
 
 class UnpackedBlocks(NamedTuple):
     """B blocks: `numbers` uint8 [B, block_size], fp16 scales `d` and minima `e` [B, 1]; in K formats int8 [B, groups]
-    multiply both. A number stands for (number - zero) * (d * a) + e, with -e * b for e in K formats."""
+    multiply both. A number stands for (number - zero) * (d * a) + e, with -e * b for e in K formats; in MXFP4 for
+    2 * E2M1[number] * d, where d is a power of 2."""
 
     numbers: ByteArray
     d: NDArray[np.float16]
@@ -95,6 +103,8 @@ class GGUFTensor(NamedTuple):
             return all(bool(np.isfinite(piece).all()) for _, piece in self.iter_dequantized())
         kind = BLOCK_FORMATS[self.format]
         blocks = self.data.reshape(self.rows, -1, kind.block_bytes)
+        if self.format == "mxfp4":
+            return not bool((blocks[:, :, 0] == E8M0_NAN).any())
         # An fp16 is infinite or NaN if its 5 exponent bits, in its upper byte, are all set.
         return not any(bool(((blocks[:, :, at + 1] & 0x7C) == 0x7C).any()) for at in kind.scale_offsets)
 
@@ -108,6 +118,8 @@ class GGUFTensor(NamedTuple):
         """Return the numbers in fp32 [rows, columns], bit for bit as ggml dequantizes them."""
         if self.is_float:
             return _to_float32(self.format, np.ascontiguousarray(self.data)).reshape(self.rows, self.columns)
+        if self.format == "mxfp4":
+            return self._dequantize_mxfp4()
         numbers, d, e, a, b = self.unpack()
         scale = d.astype(np.float32)
         scale = scale if a is None else scale * a
@@ -119,6 +131,11 @@ class GGUFTensor(NamedTuple):
             minimum = e.astype(np.float32)
             groups += (minimum if b is None else -minimum * b)[:, :, None]
         return groups.reshape(self.rows, self.columns)
+
+    def _dequantize_mxfp4(self) -> FloatArray:
+        blocks = np.ascontiguousarray(self.data).reshape(-1, BLOCK_FORMATS[self.format].block_bytes)
+        exponents = blocks[:, :1].astype(np.int32) - E8M0_BIAS
+        return np.ldexp(E2M1[_nibbles(blocks[:, 1:])], exponents).astype(np.float32).reshape(self.rows, self.columns)
 
     def unpack(self) -> UnpackedBlocks:
         """Return the numbers and scales of all blocks, row by row."""
@@ -182,6 +199,12 @@ def _q6_k(blocks: ByteArray) -> tuple[Any, ...]:
     return (low | high << 4).reshape(-1, 256), _half(blocks, 208), None, blocks[:, 192:208].view(np.int8)
 
 
+def mxfp4_scales(exponents: ByteArray) -> NDArray[np.float16]:
+    """Return half of the scales of MXFP4 blocks, as fp16: the numbers are multiplied by 2. Exact from 2^-23 to 2^16,
+    below 0."""
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - E8M0_BIAS - 1).astype(np.float16)
+
+
 UNPACKERS: dict[str, Callable[[ByteArray], tuple[Any, ...]]] = {
     "q8_0": lambda blocks: (blocks[:, 2:] ^ 128, _half(blocks, 0)),
     "q5_0": lambda blocks: ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) + 112, _half(blocks, 0)),
@@ -190,5 +213,6 @@ UNPACKERS: dict[str, Callable[[ByteArray], tuple[Any, ...]]] = {
     "q4_1": lambda blocks: (_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)),
     "q4_k": lambda blocks: (_k_nibbles(blocks[:, 16:]), *_k_scales(blocks)),
     "q5_k": _q5_k, "q6_k": _q6_k,
+    "mxfp4": lambda blocks: (_nibbles(blocks[:, 1:]), mxfp4_scales(blocks[:, :1])),
 }  # fmt: skip
 """Blocks [B, bytes of one] -> UnpackedBlocks."""

@@ -44,6 +44,11 @@ GEMMA_TENSORS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GPT_OSS_TENSORS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.sinks": "attn_sinks",
+    "mlp.router": "ffn_gate_inp",
+}
 PHI3_TENSORS = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 GLOBAL_TENSORS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 ROPE_FREQS, ROPE_FACTORS_SHORT = "rope_freqs.weight", "rope_factors_short.weight"
@@ -80,6 +85,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", expert_keys={"norm_topk_prob": True}),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", LAYER_TENSORS | PHI3_TENSORS),
+    "gpt-oss": Architecture("GptOssForCausalLM", "gpt_oss", LAYER_TENSORS | GPT_OSS_TENSORS, expert_keys={}),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
 }
@@ -95,10 +101,10 @@ class HFTensors(NamedTuple):
 
     def gguf_name(self, name: str) -> str | None:
         """Return the file's name of the tensor `name`; None if GGUF has no such tensor."""
-        if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name):
-            layer, module, kind = match.groups()
+        if match := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight|\.bias|)", name):
+            layer, module, kind = match[1], match[2], match[3] or ".weight"
             gguf_module = self.architecture.layer_tensors.get(EXPERT.sub(".experts.*.", module))
-            return None if gguf_module is None else f"blk.{layer}.{gguf_module}.{kind}"
+            return None if gguf_module is None else f"blk.{layer}.{gguf_module}{kind}"
         module, _, kind = name.rpartition(".")
         return f"{GLOBAL_TENSORS[module]}.{kind}" if module in GLOBAL_TENSORS else None
 
@@ -159,10 +165,14 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
         config |= _expert_config(arch, fields, config) | {"sliding_window": window or None, **family.expert_keys}
     elif window and arch == "llama":
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if arch == "gpt-oss":
+        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if arch == "llama":
         biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
         config |= {name: tensor in file.tensors for name, tensor in biased.items()}
     rope = _rope_config(file, fields) | {"rope_theta": fields.get_float("rope.freq_base", 10000.0)}
+    if arch == "gpt-oss":
+        rope["truncate"] = False
     if arch == "gemma3":
         local = {"rope_type": "default", "rope_theta": fields.get_float("rope.freq_base_swa", 10000.0)}
         return config | {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
@@ -245,6 +255,9 @@ def _expert_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> d
         names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
         return {**names, "num_local_experts": count, "num_experts_per_tok": per_token}
     length = config["intermediate_size"]
+    if arch == "gpt-oss":
+        length = fields.get_int("expert_feed_forward_length", length)
+        return {"num_local_experts": count, "num_experts_per_tok": per_token, "intermediate_size": length}
     return {
         "num_experts": count,
         "num_experts_per_tok": per_token,

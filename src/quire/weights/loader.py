@@ -20,7 +20,7 @@ from tqdm import tqdm
 from quire.errors import StartupError, short_repr
 from quire.files import DOWNLOAD_AGAIN
 from quire.layers.prepare import MappedWeights
-from quire.models.quantization import BLOCK, FP8Scheme, LowBitScheme
+from quire.models.quantization import BLOCK, MXFP4, FP8Scheme, LowBitScheme
 from quire.weights import low_bit
 from quire.weights.awq_gptq import TENSOR_KINDS, PackedWeight
 from quire.weights.checkpoint_files import FIT_REMEDY, tensor_files
@@ -34,9 +34,10 @@ from quire.weights.fp8 import (
     quantize,
     scale_attributes,
 )
+from quire.weights.low_bit import MXFP4_FORMAT, choose_formats, from_mxfp4, low_bit_layers, set_rows
 from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
-from quire.weights.low_bit import choose_formats, low_bit_layers, set_rows
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
+from quire.weights.stacked_experts import MXFP4_GROUP, StackedExperts, scale_files
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
 
 if TYPE_CHECKING:
@@ -126,12 +127,14 @@ def load_weights(
     elsewhere = {name for source in every.weight_sources().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     files = tensor_files(folder)
-    mappings, read_bytes = list[MappedFile](), 0
+    mappings, read_bytes, experts = list[MappedFile](), 0, every.num_stacked_experts
+    scales_of_experts = scale_files(files) if experts else {}
     zero_padding(model)
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
             try:
-                with safe_open(path, framework="pt", device=str(device)) as file:
+                with safe_open(path, framework="pt", device=str(device)) as opened:
+                    file = StackedExperts(opened, path, experts, scales_of_experts, str(device)) if experts else opened
                     mapped: MappedFile | None = None
                     for key in file.keys():  # noqa: SIM118 (not a dict)
                         name = _strip_prefix(key, every.weight_prefixes)
@@ -140,6 +143,17 @@ def load_weights(
                         if not known and (_weight_name(name) in elsewhere or _is_ignored(name, ignored)):
                             continue
                         _check_expected(name, key, path, known, filled)
+                        target = wanted.get(name)
+                        if (
+                            target is not None
+                            and target.low_bit_format == MXFP4_FORMAT
+                            and (pair := _read_mxfp4(file, target, key, path)) is not None
+                        ):
+                            read_bytes += sum(tensor.nbytes for tensor in pair)
+                            set_rows(target.rows, target.layer, target.part_index, partial(from_mxfp4, *pair, key))
+                            filled.add(name)
+                            bar.update()
+                            continue
                         if name in words:
                             tensor = grouped[words[name]].read(name.rpartition(".")[2], file, key, path)
                         else:
@@ -217,7 +231,7 @@ def _find_packed_weights(
 ) -> dict[str, PackedWeight]:
     """Return the modules, all within layers, whose weights an AWQ or GPTQ checkpoint has packed."""
     packed: dict[str, PackedWeight] = {}
-    if not isinstance(scheme, LowBitScheme) or not scheme.stored:
+    if not isinstance(scheme, LowBitScheme) or scheme.stored in ("", MXFP4):
         return packed
     for name, source in model.weight_sources().items():
         path, _, kind = name.rpartition(".")
@@ -283,6 +297,21 @@ def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:
     return target.tensor_slice.read(file, key, target.transpose)
 
 
+def _read_mxfp4(file: Any, target: LoadTarget, key: str, path: Path) -> tuple[Tensor, Tensor] | None:
+    """Read an expert's weight in MXFP4, or a rank's slice of it, as blocks and scales. None if it is to be expanded."""
+    if not target.rows.is_meta or not isinstance(file, StackedExperts):
+        return None
+    part, pair = target.tensor_slice, file.get_blocks(key)
+    if pair is None:
+        raise StartupError(f"{short_repr(key)} in {path} isn't in MXFP4, as quantization_config says", FIT_REMEDY)
+    (rows, groups), shape = pair[1].shape, target.rows.shape if part is None else part.shape
+    _check_shape((rows, groups * MXFP4_GROUP), tuple(shape), False, key, path)
+    ranges, columns = ((range(rows),), None) if part is None else (part.row_ranges, part.columns)
+    own = slice(None) if columns is None else slice(columns.start // MXFP4_GROUP, columns.stop // MXFP4_GROUP)
+    blocks, scales = (torch.cat([x[run.start : run.stop, own] for run in ranges]) for x in pair)
+    return blocks, scales
+
+
 def _check_shape(
     shape: tuple[int, ...], expected_shape: tuple[int, ...], transpose: bool, key: str, path: Path
 ) -> None:
@@ -337,7 +366,7 @@ def load_tensor(
     _check_shape(tuple(tensor.shape), tuple(target.rows.shape), target.transpose, key, path)
     tensor = target.arrange(tensor)
     tensor = tensor.t() if target.transpose else tensor
-    if target.low_bit_format is not None:
+    if target.low_bit_format is not None and (target.rows.is_meta or target.low_bit_format != MXFP4_FORMAT):
         if target.rows.is_meta and len(tensor) < target.padded_rows:
             tensor = F.pad(tensor, (0, 0, 0, target.padded_rows - len(tensor)))
         set_rows(

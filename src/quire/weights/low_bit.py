@@ -21,10 +21,10 @@ from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight, support
 from quire.layers.linear import Linear
 from quire.layers.moe import ExpertWeights
 from quire.models import resolve_model_class
-from quire.models.quantization import LowBitScheme
+from quire.models.quantization import MXFP4, LowBitScheme
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 from quire.weights.fp8 import allocate_parameters
-from quire.weights.gguf_blocks import BLOCK_FORMATS, GGUFTensor
+from quire.weights.gguf_blocks import BLOCK_FORMATS, GGUFTensor, mxfp4_scales
 from quire.weights.gguf_config import open_hf_tensors
 
 if TYPE_CHECKING:
@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 
 INT8_FORMAT = LowBitFormat(8, 0, 128, False)
 INT4_FORMAT = LowBitFormat(4, 0, 0, True)
+E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # between the numbers of MXFP4
 Q6_K_FORMAT = LowBitFormat(6, 256, 32, False)
+MXFP4_FORMAT = LowBitFormat(4, 0, 12, False, is_e2m1=True)
 GGUF_FORMATS = {
     "q8_0": INT8_FORMAT, "q5_0": INT8_FORMAT, "q5_1": LowBitFormat(8, 0, 0, True),
     "q4_0": LowBitFormat(4, 0, 8, False), "q4_1": INT4_FORMAT,
     "q4_k": LowBitFormat(4, 256, 0, True), "q5_k": LowBitFormat(8, 256, 0, True), "q6_k": Q6_K_FORMAT,
+    "mxfp4": MXFP4_FORMAT,
 }  # fmt: skip
 """GGUF's block formats -> quire's formats with equal values; those of five bits take eight."""
 UNQUANTIZED_MODULES = re.compile(
@@ -68,6 +71,9 @@ def choose_formats(model: Model, scheme: LowBitScheme, file: GGUFFile | None = N
         if stored is not None:
             kinds = [stored.format_of(tensor) for tensor in tensors]
             formats = tuple(GGUF_FORMATS[kind] for kind in kinds if kind is not None and kind in GGUF_FORMATS)
+        elif scheme.stored == MXFP4:
+            whole = layer.column_shard.local.start % 32 == local_columns % 32 == 0  # else in the model's dtype
+            formats = (MXFP4_FORMAT,) * len(tensors) if isinstance(layer, ExpertWeights) and whole else ()
         elif scheme.stored:
             packed = LowBitFormat(scheme.bits, scheme.group_size, 0 if scheme.bits == 4 else 128, True)
             reordered = scheme.desc_act or bool(sources[name].group_rows or sources[name].row_order)
@@ -212,6 +218,10 @@ def _quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
         by = _inverse(d)
         numbers = (groups * by).round_().clamp_(-127, 127).add_(128)
         return LowBitWeight(low_bit_format, numbers.to(torch.uint8).flatten(1), d)
+    if low_bit_format == MXFP4_FORMAT:  # the exponent with which the largest number is from 4 on
+        d = torch.exp2(groups.abs().amax(2).log2().floor() - 3).half()
+        codes = torch.bucketize((groups * _inverse(d)).abs() / 2, E2M1_BOUNDS) + 8 * (groups < 0)
+        return LowBitWeight(low_bit_format, codes.to(torch.uint8).flatten(1), d)
     assert low_bit_format == INT4_FORMAT._replace(superblock=low_bit_format.superblock), (
         f"no quantization to {low_bit_format}"
     )
@@ -250,6 +260,16 @@ def from_gguf(tensor: GGUFTensor) -> LowBitWeight:
         for part in tensor.unpack()
     )  # fmt: skip
     return LowBitWeight(GGUF_FORMATS[tensor.format], *parts)  # type: ignore[arg-type]  # two to five tensors
+
+
+def from_mxfp4(blocks: Tensor, scales: Tensor, tensor_name: str) -> LowBitWeight:
+    """Convert a checkpoint's MXFP4 blocks [rows, groups, 16] and scales [rows, groups], without loss if these are from
+    2^-23 to 2^16; smaller ones become 0. Raise StartupError for larger ones."""
+    d = torch.from_numpy(mxfp4_scales(scales.numpy()))
+    if not d.isfinite().all():
+        raise StartupError(f"{tensor_name} has a scale above 2^16", "Weights are not so large: download it again")
+    numbers = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)
+    return LowBitWeight(MXFP4_FORMAT, numbers, d)
 
 
 def saved_bytes(

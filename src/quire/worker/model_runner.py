@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
@@ -29,6 +30,7 @@ from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
 from quire.layers.exchange import Exchange
 from quire.layers.sharding import shard_vocab
+from quire.models.decoder import attention_sinks
 from quire.models.hidden_states import HiddenStates
 from quire.models.speculation_heads import SpeculationHead
 from quire.protocol.images import ImagePixels
@@ -227,6 +229,7 @@ class ModelRunner:
         self.prompt_lengths = self.store.prompt_lengths
         self.state_checker = StateChecker(kv_config) if self.debug and self.store.state_caches else None
         self.state_replay = StateReplay(self.model, store, self.max_drafts) if store.saved_tokens else None
+        self._attach_sinks(store)
         for cache in self.store.caches.values():
             self.backend.check_cache(cache)
         if kv_config.has_images:
@@ -244,6 +247,13 @@ class ModelRunner:
         self._make_sampled_tokens(kv_config.slots)
         if self.use_graphs:
             self._prepare_graphs(min(self.max_rows, MAX_GRAPH_ROWS))
+
+    def _attach_sinks(self, store: Store) -> None:
+        """Give the caches of layers with sinks these weights of the model."""
+        sinks = attention_sinks(self.model) if isinstance(self.model, torch.nn.Module) else {}
+        assert all(self.spec.layers[layer].has_sinks for layer in sinks), "the spec says which layers have sinks"
+        for layer, weights in sinks.items():
+            store.caches[layer] = replace(store.caches[layer], sinks=weights)
 
     def _make_sampled_tokens(self, slots: int) -> None:
         rows = 1 if self.draft_runner is None else 1 + self.max_drafts

@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     dtype: torch.dtype = torch.float32
     whole: bool = False
     rounded: bool = False
+    sinks: bool = False
 
 
 class Rows(NamedTuple):
@@ -86,6 +87,7 @@ def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
     cache = LayerCache(
         keys[..., : shape.dim], values[..., : shape.dim], shape.heads, shape.dim**-0.5, window=shape.window,
         chunk=shape.chunk, softcap=shape.softcap, contiguous=shape.layout == "contiguous",
+        sinks=attention_steps.sinks_of(shape.heads, torch.device("cpu")) if shape.sinks else None,
     )  # fmt: skip
     table = torch.zeros(len(sizes) + 1, max(counts), dtype=torch.int64)
     free = (rng.permutation(sum(counts)) + 1).tolist()
@@ -118,4 +120,5 @@ def filled(shape: Shape, sizes: list[tuple[int, int]], seed: int = 0) -> Rows:
 def dense(q: Tensor, history: Tensor, start: int, shape: Shape) -> Tensor:
     """q [n, heads, dim] at positions start .., of history [2, start + n, kv_heads, dim], in fp64."""
     bounds = {"window": shape.window, "chunk": shape.chunk, "softcap": shape.softcap}
+    bounds["sinks"] = attention_steps.sinks_of(shape.heads, torch.device("cpu")) if shape.sinks else None
     return attention_steps.dense(q, *history, start, **bounds, whole=shape.whole)

@@ -23,6 +23,7 @@ OWN = [1, 16, 17, 700, 5, 33, 90, 300, 2, 1]
 SHAPES = {
     "plain": Shape(),
     "softcap": Shape(softcap=0.7, page=1),
+    "sinks": Shape(sinks=True),
     "one key head": Shape(7, 1, 80),
     "odd": Shape(4, 2, 7, page=4),
     "128": Shape(5, 1, 128, page=8),

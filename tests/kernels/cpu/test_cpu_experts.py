@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 def layer_of(config: ExpertsConfig, hidden: int, dtype: torch.dtype, act: str = "silu") -> SparseMLP:
     layer, seeded = SparseMLP(hidden, config, act, dtype, CPU), torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
-        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=seeded))
+        parameter.data.copy_((0.3 if act != "clamped_swiglu" else 1.5) * torch.randn(parameter.shape, generator=seeded))
     return layer
 
 
@@ -63,6 +63,7 @@ def choose(plain: SparseMLP, choice: tuple[Tensor, Tensor], monkeypatch: pytest.
     [
         (MIXTRAL, 96, "silu"), (QWEN2, 64, "gelu"), (QWEN3, 33, "silu"),
         (ExpertsConfig(count=3, per_token=3, intermediate=7), 20, "relu"),
+        (ExpertsConfig(count=4, per_token=2, intermediate=40, renormalize=True, biases=True), 64, "clamped_swiglu"),
         (ExpertsConfig(count=5, per_token=1, intermediate=300, renormalize=True), 1100, "silu"),
         (ExpertsConfig(count=512, per_token=10, intermediate=16, shared_intermediate=16), 32, "silu"),
     ],
@@ -109,19 +110,25 @@ def test_the_choice_equals_torch(renormalize: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.usefixtures("variant")
-def test_weights_of_few_bits(form: LowBitFormat, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_few_bits(
+    form: LowBitFormat, dtype: torch.dtype, biases: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the weights stand for, multiplied by the plain loop."""
-    config, hidden = ExpertsConfig(count=4, per_token=2, intermediate=256, renormalize=True), 512
+    act = "clamped_swiglu" if biases else "silu"
+    config, hidden = ExpertsConfig(count=4, per_token=2, intermediate=256, renormalize=True, biases=biases), 512
     gate_up = [weight_of(form, 512, hidden, seed) for seed in range(4)]
     down = [weight_of(form, hidden, 256, seed) for seed in range(4, 8)]
-    plain = layer_of(config, hidden, FP32)
+    plain = layer_of(config, hidden, FP32, act)
+    parts = plain.gate_up, plain.down
+    inner_bias, outer_bias = ((None,) * 4 if part.bias is None else part.bias.chunk(4) for part in parts)
     for part, weights in ((plain.gate_up, gate_up), (plain.down, down)):
         assert part.weight is not None
         part.weight.data.copy_(torch.cat([weight.dequantize() for weight in weights]))
     packed = PackedExperts(
-        [PackedLowBitLinear(weight, dtype, None, "silu", True) for weight in gate_up],
-        [PackedLowBitLinear(weight, dtype) for weight in down],
+        [PackedLowBitLinear(weight, dtype, bias, act, True) for weight, bias in zip(gate_up, inner_bias)],
+        [PackedLowBitLinear(weight, dtype, bias) for weight, bias in zip(down, outer_bias)],
     )
     for count in (1, 2, 7, 90, 300):
         x = 0.05 * rows(count, hidden, dtype)

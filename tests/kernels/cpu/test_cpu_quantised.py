@@ -25,7 +25,7 @@ FORMS = (
     LowBitFormat(8, 0, 128, False), LowBitFormat(8, 0, 0, True), LowBitFormat(8, 128, 128, True), LowBitFormat(4, 0,
     8, False), LowBitFormat(4, 0, 0, True),
     LowBitFormat(4, 32, 0, True), LowBitFormat(4, 64, 0, True), LowBitFormat(4, 256, 0, True), LowBitFormat(6, 256,
-    32, False),
+    32, False), LowBitFormat(4, 0, 12, False, True),
 )  # fmt: skip
 ROUNDED = {torch.bfloat16: 0.04, torch.float32: 1e-4}
 """Of two vectors' lengths: what rounding one to 8 bits, or summing in fp32, adds to their product at most."""
@@ -60,6 +60,9 @@ def plain(weight: LowBitWeight) -> Tensor:
             least[:, k] = weight.e[:, unit].double()
             if weight.b is not None:
                 least[:, k] *= -weight.b[:, group].double()
+    if form.is_e2m1:
+        sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[(weight.numbers & 7).long()]
+        return torch.where(weight.numbers >= 8, -sizes, sizes) * 2 * scale
     return (weight.numbers.double() - form.zero) * scale + least
 
 

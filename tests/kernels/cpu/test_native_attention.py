@@ -38,6 +38,8 @@ SHAPES = {
     "wide window": Shape(window=150, kv_heads=6),
     "chunk": Shape(chunk=40, page=32),
     "softcap": Shape(softcap=0.7, page=1),
+    "sinks": Shape(sinks=True),
+    "sinks in windows": Shape(8, 1, 40, sinks=True, window=24, page=4),
     "one key head": Shape(7, 1, 80),
     "eight and one": Shape(9, 1, 96),
     "odd": Shape(4, 2, 7, page=3),
@@ -50,7 +52,7 @@ SHAPES = {
     "contiguous": Shape(layout="contiguous", window=30),
 }
 BOTH_WAYS = {"both ways": Shape(whole=True), "both ways in windows": Shape(whole=True, window=5)}
-LONG = ("plain", "window", "softcap", "odd")
+LONG = ("plain", "window", "softcap", "odd", "sinks")
 LONGER = ("plain", "softcap", "eight and one")
 
 

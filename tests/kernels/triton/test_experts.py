@@ -4,6 +4,7 @@ there are: with weights as they are, and in FP8, with scales by row and by group
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -42,9 +43,10 @@ class Experts:
     """Random weights of some experts, stacked, and what they stand for. Sizes of those in FP8 fill no last group."""
 
     def __init__(
-        self, count: int, kind: str = "plain", dtype: torch.dtype = torch.float32, inner: int = 0, hidden: int = 0
-    ) -> None:
-        self.kind, self.dtype = kind, dtype
+        self, count: int, kind: str = "plain", dtype: torch.dtype = torch.float32, inner: int = 0, hidden: int = 0,
+        biased: bool = False,
+    ) -> None:  # fmt: skip
+        self.kind, self.dtype, self.biased = kind, dtype, biased
         inner, hidden = inner or (24 if kind == "plain" else 144), hidden or (40 if kind == "plain" else 272)
         self.weights: list[Tensor] = []
         self.scales: list[Tensor | None] = []
@@ -69,16 +71,33 @@ class Experts:
         return wide.to(self.dtype)[:, :hidden], shares, chosen
 
     def mixture(self, tokens: Tokens, deterministic: bool = False, pdl: bool = False) -> Tensor:
-        (x, shares, chosen), (gate_up, down) = tokens, self.scales
+        x, shares, chosen = tokens
         routing = list_pairs(shares, chosen, len(self.weights[0]))
-        return fused_moe(x, routing, *self.weights, "silu", (gate_up, down), deterministic=deterministic, pdl=pdl)
+        options: dict[str, Any] = {"deterministic": deterministic, "pdl": pdl}
+        if self.biased:
+            options["biases"] = tuple(bias.to(self.dtype).flatten() for bias in self.biases)
+        act = "clamped_swiglu" if self.biased else "silu"
+        return fused_moe(x, routing, *self.weights, act, (self.scales[0], self.scales[1]), **options)
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """Large enough to be clamped, in the type's numbers."""
+        return [(16 * random(*full.shape[:2], seed=9)).to(self.dtype).double() for full in self.full]
 
     def dense(self, x: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         out, (gate_up, down) = torch.zeros(x.shape, dtype=torch.float64, device=x.device), self.full
+        biases = self.biases
         for token in range(len(x)):
             for share, expert in zip(shares[token].tolist(), chosen[token].tolist()):
-                gate, up = (gate_up[expert] @ x[token].double()).chunk(2)
-                out[token] += share * (down[expert] @ (F.silu(gate) * up))
+                inner = gate_up[expert] @ x[token].double()
+                if not self.biased:
+                    gate, up = inner.chunk(2)
+                    out[token] += share * (down[expert] @ (F.silu(gate) * up))
+                    continue
+                gate, up = (inner + biases[0][expert]).chunk(2)
+                gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+                out[token] += share * (down[expert] @ inner + biases[1][expert])
         return out
 
     def check(self, tokens: Tokens, deterministic: bool = False, pdl: bool = False) -> None:
@@ -102,6 +121,14 @@ def test_equal_to_a_dense_loop(kind: str, count: int, top: int, dtype: torch.dty
     made = Experts(count, kind, dtype)
     for tokens, pdl in product((1, 3, 70), PDL):
         made.check(made.tokens(tokens, top), deterministic, pdl)
+
+
+@TYPES
+def test_biases_and_the_clamped_activation(dtype: torch.dtype) -> None:
+    """One token, a few, and many."""
+    made = Experts(4, "plain", dtype, biased=True)
+    for tokens in (1, 3, 131):
+        made.check(made.tokens(tokens, 2))
 
 
 @TYPES

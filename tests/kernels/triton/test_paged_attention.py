@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_steps import BATCHES, LAYER, Sizes, dense, placed, stored, two_steps
+from attention_steps import BATCHES, LAYER, Sizes, dense, placed, sinks_of, stored, two_steps
 from grids import DEVICE, LAUNCHES, TYPES, random
 from torch import Tensor
 
@@ -42,9 +43,11 @@ class Shape(NamedTuple):
     softcap: float | None = None
     layout: str = "pages"
     chunk: int | None = None
+    sinks: bool = False
 
     def dense(self, q: Tensor, both: Tensor, start: int, whole: bool = False) -> Tensor:
-        return dense(q, *both, start, window=self.window, chunk=self.chunk, softcap=self.softcap, whole=whole)
+        bounds = {"window": self.window, "chunk": self.chunk, "softcap": self.softcap}
+        return dense(q, *both, start, **bounds, whole=whole, sinks=sinks_of(self.heads) if self.sinks else None)
 
 
 class Memory(NamedTuple):
@@ -69,6 +72,7 @@ def cache_of(shape: Shape, pages: int, size: int, dtype: torch.dtype) -> LayerCa
     return LayerCache(
         *placed(shape.layout, pages, size, shape.kv_heads, shape.dim, dtype), shape.heads, shape.dim**-0.5,
         window=shape.window, softcap=shape.softcap, contiguous=shape.layout in CONTIGUOUS, chunk=shape.chunk,
+        sinks=sinks_of(shape.heads) if shape.sinks else None,
     )  # fmt: skip
 
 
@@ -124,6 +128,7 @@ SHAPES = pytest.mark.parametrize(
         *(Shape(6, 2, 16, page, w, layout=layout) for page, w in ((4, None), (64, 24)) for layout in PAGED[1:]),
         *(Shape(6, 2, 16, 1, window, layout=layout) for window in (None, 24) for layout in CONTIGUOUS),
         Shape(softcap=0.7),
+        *(Shape(*of, window=w, sinks=True) for of in ((4, 4), (7, 1)) for w in (None, 24)),
     ],
     ids=str,
 )  # fmt: skip
@@ -141,7 +146,7 @@ def test_decode_equals_dense_attention(shape, dtype) -> None:
 def test_any_number_of_splits(splits, dtype, pdl) -> None:
     """Scratch is used again, whatever is in it."""
     scratch = SplitScratch(*(x.fill_(torch.nan) for x in decode_scratch(5, 4, 2, 16, splits, DEVICE)))
-    for shape in (Shape(), Shape(window=70), Shape(chunk=33)):
+    for shape in (Shape(), Shape(window=70), Shape(chunk=33), Shape(sinks=True)):
         check_decode(shape, dtype, (300, 0, 64, 1, 129), splits=splits, pdl=pdl, scratch=scratch)
 
 
@@ -195,7 +200,9 @@ def test_rows_of_one_slot_equal_dense_attention(shape: Shape, dtype: torch.dtype
 @pytest.mark.parametrize("splits", [1, 4, 32])
 @pytest.mark.parametrize("shared", [2, 3, 4, 16])
 @pytest.mark.parametrize(
-    "shape", [Shape(), Shape(window=30), Shape(chunk=33, page=4), Shape(window=70, layout="token runs")], ids=str
+    "shape",
+    [Shape(), Shape(window=30), Shape(chunk=33, page=4), Shape(window=70, layout="token runs"), Shape(sinks=True)],
+    ids=str,
 )
 def test_any_number_of_rows_shares_a_read(
     shape: Shape, shared: int, splits: int, dtype: torch.dtype, pdl: bool
@@ -339,7 +346,8 @@ def run_backend(
 ) -> None:
     layer = LayerSpec(shape.kv_heads, shape.dim, shape.window, softcap=shape.softcap, chunk=shape.chunk)
     store = stored(sizes, layer, shape.heads, shape.page, dtype)
-    assert_close(*two_steps(backend, store, store.caches[LAYER], sizes, fused=fused))
+    cache = replace(store.caches[LAYER], sinks=sinks_of(shape.heads) if shape.sinks else None)
+    assert_close(*two_steps(backend, store, cache, sizes, fused=fused))
 
 
 @pytest.mark.parametrize(
@@ -348,6 +356,7 @@ def run_backend(
         *(Shape(heads, kv, 8, window=window) for heads, kv in ((4, 2), (7, 1)) for window in (None, 24)),
         Shape(chunk=12, page=4),
         Shape(softcap=0.7),
+        Shape(7, 1, 8, window=24, sinks=True),
     ],
 )
 @TYPES

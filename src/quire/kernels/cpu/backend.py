@@ -228,7 +228,7 @@ class NativeBackend:
         out = torch.empty(q.shape, dtype=q.dtype)
         suffix, cache_args = _kernel_suffix(q, cache), self._cache_args(cache, plan.tables)
         score_args: tuple[Argument, ...] = (
-            float(cache.scale), float(cache.softcap or 0), cache.window or 0, cache.chunk or 0,
+            float(cache.scale), float(cache.softcap or 0), cache.window or 0, cache.chunk or 0, cache.sinks,
         )  # fmt: skip
         if plan.tiles is not None:
             chunks = len(plan.tiles) * cache.kv_heads

@@ -87,10 +87,9 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 def weight_kind(weight: Packed) -> tuple[object, ...]:
     """Return what packed weights have in common that one operation multiplies."""
     form = weight.form if isinstance(weight, PackedLowBitLinear) else None
-    assert weight.bias is None, "experts have no bias"
     return (
         form, weight.rows, weight.columns, weight.dtype, weight.gated, weight.activation, weight.deterministic,
-        weight.data.shape,
+        weight.data.shape, weight.bias is None,
     )  # fmt: skip
 
 
@@ -102,6 +101,8 @@ class StackedProducts:
         assert weights, "there are no weights"
         assert len({weight_kind(weight) for weight in weights}) == 1, "weights have different shapes or formats"
         self.addresses = torch.tensor([weight.data.data_ptr() for weight in weights])
+        biases = [weight.bias.data_ptr() for weight in weights if weight.bias is not None]
+        self.biases = torch.tensor(biases) if biases else None
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +122,6 @@ class StackedProducts:
         kernels.call(
             "experts_product", len(hit) * groups, kernels.address(first.kernel), bounds, hit, self.addresses,
             x.stride(0) * x.itemsize, out.stride(0) * out.itemsize, 0 if staged is None else staged.stride(0),
-            len(args), *args,
+            self.biases, len(args), *args,
         )  # fmt: skip
         return out

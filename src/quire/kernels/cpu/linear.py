@@ -21,6 +21,7 @@ PANEL, KTILE, BLOCK = 32, 32, 256  # as in native/linear.h
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 ACTIVATIONS = {
     "silu": 1, "swish": 1, "relu": 2, "gelu": 3, "gelu_new": 4, "gelu_pytorch_tanh": 4, "quick_gelu": 5,
+    "clamped_swiglu": 6,
 }  # fmt: skip
 """Activations by their names in model configs, as numbers of native/lanes.h."""
 

@@ -35,13 +35,18 @@ TILED_ROWS = 40  # the fewest rows for which tiles in bf16 are faster than integ
 TILED_COLUMNS = 8192  # the most on tiles: a panel in bf16 must fit in a thread's scratch memory
 
 
+E2M1_DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12])
+
+
 class LowBitFormat(NamedTuple):
-    """Storage format of low-bit numbers and their scales: see native/quantised.h."""
+    """Storage format of low-bit numbers and their scales: see native/quantised.h. With `is_e2m1` the 4 bits are a
+    floating-point number of MXFP4, whose double is multiplied by the scale."""
 
     bits: int
     superblock: int
     zero: int
     has_min: bool
+    is_e2m1: bool = False
 
     @property
     def group(self) -> int:
@@ -51,7 +56,7 @@ class LowBitFormat(NamedTuple):
     @property
     def kernel_args(self) -> tuple[int, int, int, int]:
         """Return the format as kernel arguments."""
-        return self.bits, self.superblock, self.zero, int(self.has_min)
+        return -self.bits if self.is_e2m1 else self.bits, self.superblock, self.zero, int(self.has_min)
 
     def scale_unit_bytes(self) -> int:
         """Return the bytes of a panel's scales for one unit of columns: a superblock, or without these a group."""
@@ -92,7 +97,8 @@ class LowBitWeight(NamedTuple):
         """Return the weight in fp32 [rows, columns]."""
         rows, columns = self.numbers.shape
         scale, least = self.scales()
-        values = (self.numbers.float() - self.form.zero).view(rows, -1, self.form.group) * scale[:, :, None]
+        numbers = E2M1_DOUBLED[self.numbers.long()] if self.form.is_e2m1 else self.numbers.float() - self.form.zero
+        values = numbers.view(rows, -1, self.form.group) * scale[:, :, None]
         return (values if least is None else values + least[:, :, None]).view(rows, columns)
 
     def concat_rows(self, other: LowBitWeight) -> LowBitWeight:

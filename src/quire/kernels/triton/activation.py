@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "clamped_swiglu": "clamped_swiglu",  # of a gate and up alone: see `activate_gated`
 }
 
 
@@ -41,6 +42,17 @@ def activate(x, KIND: tl.constexpr):
         return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
+@triton.jit
+def activate_gated(gate, up, KIND: tl.constexpr):
+    """Return act(gate) * up, fp32; of gpt-oss gate * sigmoid(1.702 gate) * (up + 1), both clamped."""
+    if KIND == "clamped_swiglu":
+        gate = tl.where(gate > 7.0, 7.0, gate)  # NaN stays NaN
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        return activate(gate, "gelu_quick") * (up + 1.0)
+    else:
+        return activate(gate, KIND) * up
+
+
 @fast_launch
 @triton.jit
 def _gate(
@@ -57,7 +69,7 @@ def _gate(
     place = gate_up + row * x_stride + columns
     gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(place + SIZE, mask=mask, other=0.0).to(tl.float32)
-    result = activate(gate, KIND) * up
+    result = activate_gated(gate, up, KIND)
     tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=mask)
 
 

@@ -122,6 +122,15 @@ def apply_softcap(scores, inner, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def begin_softmax(sinks, heads, mask):
+    """Return the maximum and the sum of the running softmax of each row, which begins with the sink of its head where
+    `mask` is true: a score without a value."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    sink = tl.load(sinks + heads, mask=mask, other=float("-inf")) * LOG2E
+    return tl.maximum(sink, MIN_SCORE), tl.where(mask, 1.0, 0.0)
+
+
+@triton.jit
 def oldest_visible(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Return the oldest position that the last of `length` tokens sees."""
     oldest = 0
@@ -169,7 +178,7 @@ def find_tile(slots, lengths, row, rows, SHARED: tl.constexpr):
 @fast_launch
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["slots", "lengths", "rows"])
 def _decode(
-    q, keys, values, tables, slots, lengths, rows, out, sums, maxima, divisors,
+    q, keys, values, tables, slots, lengths, rows, sinks, out, sums, maxima, divisors,
     q_row, q_head, out_row, table_width, stride, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, QUERIES: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr,
@@ -221,6 +230,8 @@ def _decode(
     values += head.to(tl.int64) * HEAD_STRIDE
     best = tl.full([QUERIES], MIN_SCORE, tl.float32)
     weight = tl.zeros([QUERIES], tl.float32)
+    if sinks is not None:
+        best, weight = begin_softmax(sinks, heads, used & (split == 0))
     total = tl.zeros([QUERIES, DIM_PAD], tl.float32)
     # Page ids are read one iteration ahead: only then does the compiler pipeline the loads that depend on them.
     following = token_offsets(table, base, begin, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK, CONTIGUOUS)
@@ -353,10 +364,10 @@ def decode(
         "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
-        q, cache.keys, cache.values, tables, slots, lengths, indices, out, *parts, q.stride(0), q.stride(1),
-        out.stride(0), tables.stride(0), cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
-        QUERIES=queries, CAPPED=cache.softcap is not None, num_warps=warps, num_stages=stages,
-        **layout_constants(cache), **shared,
+        q, cache.keys, cache.values, tables, slots, lengths, indices, cache.sinks, out, *parts, q.stride(0),
+        q.stride(1), out.stride(0), tables.stride(0), cache.page_stride_units,
+        *softmax_factors(cache.scale, cache.softcap), QUERIES=queries, CAPPED=cache.softcap is not None,
+        num_warps=warps, num_stages=stages, **layout_constants(cache), **shared,
     )  # fmt: skip
     if splits > 1:
         _join[(group, kv_heads, batch)](

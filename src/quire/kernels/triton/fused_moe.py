@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.activation import ACTIVATIONS, activate
+from quire.kernels.triton.activation import ACTIVATIONS, activate_gated
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.linear import E4M3, _weight_rows
@@ -168,12 +168,13 @@ def _add(acc, rows, v, inside, scale, GROUP: tl.constexpr):
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _experts(
-    x, weight, scale, shares, out, counts, pairs, tokens, tiles, x_stride, size, depth,
+    x, weight, bias, scale, shares, out, counts, pairs, tokens, tiles, x_stride, size, depth,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SIDE: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute for each pair: with a KIND, act(gate) * up of its token's x; without, the product of the pair's row of x,
-    times its share. GROUP numbers of a row share a scale: 0 for a whole row, -1 if the weight is not in FP8."""
+    and `bias` if there is one, times its share. GROUP numbers of a row share a scale: 0 for a whole row, -1 if the
+    weight is not in FP8."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # the kernel before may choose the experts, so no weights can be loaded earlier
@@ -204,8 +205,12 @@ def _experts(
             acc *= tl.load(factors)[:, None]
             if KIND is not None:
                 other *= tl.load(factors + size)[:, None]
+        if bias is not None:
+            acc += tl.load(bias + lines).to(tl.float32)[:, None]
+            if KIND is not None:
+                other += tl.load(bias + lines + size).to(tl.float32)[:, None]
         if KIND is not None:
-            acc = activate(acc, KIND) * other
+            acc = activate_gated(acc, other, KIND)
         else:
             acc *= tl.load(shares + pair, mask=real, other=0.0)[None, :]
         place = out + pair[None, :] * size + n[:, None]
@@ -252,7 +257,7 @@ def _sums(
 @fast_launch
 @triton.jit(do_not_specialize_on_alignment=["chosen"])
 def _one_token(
-    x, weight, scale, shares, out, chosen, size, depth,
+    x, weight, bias, scale, shares, out, chosen, size, depth,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -269,9 +274,11 @@ def _one_token(
         lines = tl.load(chosen + pair) * (2 * size) + _weight_rows(index, size, BLOCK_N, KIND)
         tiles = weight + lines[:, None] * depth + k[None, :]
         acc = _sums(x, tiles, scale + lines, EXPERTS * 2 * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP)
+        if bias is not None:
+            acc += tl.load(bias + lines).to(tl.float32)
         gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
         n = index * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(out + pair * size + n, (activate(gate, KIND) * up).to(out.dtype.element_ty), mask=n < size)
+        tl.store(out + pair * size + n, activate_gated(gate, up, KIND).to(out.dtype.element_ty), mask=n < size)
     else:
         total, rows = tl.zeros((BLOCK_N,), tl.float32), _weight_rows(index, size, BLOCK_N, KIND)
         for pair in tl.static_range(TOP):
@@ -280,6 +287,8 @@ def _one_token(
             acc = _sums(
                 x + pair * depth, tiles, scale + lines, EXPERTS * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP
             )
+            if bias is not None:
+                acc += tl.load(bias + lines).to(tl.float32)
             total += acc * tl.load(shares + pair)
         n = index * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < size)
@@ -287,15 +296,16 @@ def _one_token(
 
 def fused_moe(
     x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, activation: str,
-    scales: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    biases: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return [T, hidden]: for each row of x [T, hidden] the sum of its experts' outputs times their weights, in fp32,
     rounded once (see MAX_EXACT_PAIRS). gate_up [experts, 2 * inner, hidden], down [experts, hidden, inner]. `routing`
     has lists unless T is 1 and not `deterministic`.
 
-    `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. A graph may capture this.
-    `deterministic`: a row's bits do not depend on the number of rows. pdl: programmatic dependent launch, on GPUs of
-    capability 9 and more.
+    `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. `biases`: theirs,
+    [experts * rows]. A graph may capture this. `deterministic`: a row's bits do not depend on the number of rows. pdl:
+    programmatic dependent launch, on GPUs of capability 9 and more.
     """
     (tokens, hidden), top, (experts, inner) = x.shape, routing.expert_ids.shape[1], (len(gate_up), down.shape[2])
     assert gate_up.shape == (experts, 2 * inner, hidden), f"gate_up {tuple(gate_up.shape)} does not fit x and down"
@@ -308,20 +318,20 @@ def fused_moe(
         return torch.empty_like(x)
     groups = _scale_group(gate_up, scales[0]), _scale_group(down, scales[1])
     if tokens == 1 and not deterministic:
-        return fused_moe_one_token(x, routing, gate_up, down, activation, scales, groups, pdl)
+        return fused_moe_one_token(x, routing, gate_up, down, activation, scales, biases, groups, pdl)
     assert routing.counts is not None, "several tokens need lists"
     assert routing.pairs is not None, "several tokens need lists"
     exact = deterministic or pairs <= MAX_EXACT_PAIRS
     between = x.new_empty(pairs, inner)
     parts = x.new_empty(pairs, hidden, dtype=torch.float32 if exact else x.dtype)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
-    for (source, weight, target, kind), scale, group in zip(products, scales, groups):
+    for (source, weight, target, kind), bias, scale, group in zip(products, biases, scales, groups):
         size = weight.shape[1] if kind is None else weight.shape[1] // 2
         tile = choose_tile(pairs, source, weight, kind is not None, group, deterministic)
         tiles = min(pairs, pairs // tile.pairs + experts)
         _experts[(tiles * cdiv(size, tile.columns),)](
-            source, weight, target if scale is None else scale, routing.weights, target, routing.counts, routing.pairs,
-            tokens, tiles, source.stride(0), size, weight.shape[2],
+            source, weight, bias, target if scale is None else scale, routing.weights, target, routing.counts,
+            routing.pairs, tokens, tiles, source.stride(0), size, weight.shape[2],
             EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
             BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind, PDL=pdl, num_warps=tile.warps,
             num_stages=tile.stages, launch_pdl=pdl,
@@ -344,13 +354,14 @@ def sum_experts(parts: Tensor, top: int, dtype: torch.dtype, pdl: bool) -> Tenso
 
 def fused_moe_one_token(
     x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, activation: str,
-    scales: tuple[Tensor | None, Tensor | None], groups: tuple[int, int], pdl: bool,
+    scales: tuple[Tensor | None, Tensor | None], biases: tuple[Tensor | None, Tensor | None],
+    groups: tuple[int, int], pdl: bool,
 ) -> Tensor:  # fmt: skip
     """Return the same as `fused_moe` for a single token; `groups`: numbers of a row that share a scale."""
     (experts, hidden, inner), top = down.shape, routing.expert_ids.shape[1]
     between, out = x.new_empty(top, inner), x.new_empty(1, hidden)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, out, None))
-    for (source, weight, target, kind), scale, group in zip(products, scales, groups):
+    for (source, weight, target, kind), bias, scale, group in zip(products, biases, scales, groups):
         size, depth = target.shape[1], weight.shape[2]
         weight_rows = size if kind is None else top * 2 * size
         tile = few_rows_tile(1, weight_rows, depth, fp8=scale is not None)
@@ -361,8 +372,8 @@ def fused_moe_one_token(
         options = {"num_warps": tile.warps, "launch_pdl": pdl}
         programs = cdiv(size, tile.columns) if kind is None else top * cdiv(size, tile.columns // 2)
         _one_token[(programs,)](
-            source, weight, target if scale is None else scale, routing.weights, target, routing.expert_ids, size,
-            depth,
+            source, weight, bias, target if scale is None else scale, routing.weights, target, routing.expert_ids,
+            size, depth,
             EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
             STAGES=tile.stages, GROUP=group, KIND=kind, PDL=pdl, **options,
         )  # fmt: skip

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cpu.low_bit_linear import LowBitWeight
-from quire.kernels.triton.activation import ACTIVATIONS, act_and_mul, activate
+from quire.kernels.triton.activation import ACTIVATIONS, act_and_mul, activate_gated
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.fused_moe import GROUP_TILES, ExpertTile, Routing, find_pairs, sum_experts
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
@@ -179,7 +179,7 @@ def _product(
             if KIND is not None:
                 other += tl.load(bias + line + size).to(tl.float32)[:, None]
         if KIND is not None:
-            acc = activate(acc, KIND) * other
+            acc = activate_gated(acc, other, KIND)
         elif EXPERTS > 0:
             acc *= tl.load(shares + pair, mask=real, other=0.0)[None, :]
         place = out + (pair * SPLITS + split)[None, :] * size + n[:, None]
@@ -270,8 +270,8 @@ class LowBitLinear:
 
 
 def low_bit_moe(
-    x: Tensor, routing: Routing, gate_up: LowBitMatrix, down: LowBitMatrix, activation: str, *,
-    deterministic: bool = False, pdl: bool = False,
+    x: Tensor, routing: Routing, gate_up: LowBitMatrix, down: LowBitMatrix, activation: str,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """As `fused_moe`, with stacked weights of experts: gate_up [experts * 2 * inner, hidden], down [experts * hidden,
     inner]. `routing` has lists."""
@@ -280,13 +280,10 @@ def low_bit_moe(
     assert x.stride(1) == 1, "rows are contiguous"
     pairs, inner = tokens * top, down.columns
     between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
-    if pairs:
-        for source, weight, target, kind in (
-            (x, gate_up, between, ACTIVATIONS[activation]),
-            (between, down, parts, None),
-        ):
-            tile = choose_tile(cdiv(pairs, experts), x, weight, kind is not None, deterministic)
-            _launch(source, weight, None, routing.weights, target, routing, tokens, tile, kind, pdl)
+    products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
+    for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
+        tile = choose_tile(cdiv(pairs, experts), x, weight, kind is not None, deterministic)
+        _launch(source, weight, bias, routing.weights, target, routing, tokens, tile, kind, pdl)
     return sum_experts(parts, top, x.dtype, pdl)
 
 

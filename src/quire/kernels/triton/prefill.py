@@ -15,7 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.forward_batch import LayerCache
-from quire.kernels.triton.decode import MIN_SCORE, apply_softcap, layout_constants, softmax_factors, token_offsets
+from quire.kernels.triton.decode import (
+    MIN_SCORE,
+    apply_softcap,
+    begin_softmax,
+    layout_constants,
+    softmax_factors,
+    token_offsets,
+)
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import power_of_2
 
@@ -94,7 +101,7 @@ def _sweep(
 @fast_launch
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["tiles"])
 def _prompt(
-    q, keys, values, tables, tiles, out, q_row, q_head, out_row, table_width, stride, inner, outer,
+    q, keys, values, tables, tiles, sinks, out, q_row, q_head, out_row, table_width, stride, inner, outer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
     UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr,
     CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
@@ -125,6 +132,8 @@ def _prompt(
     base = tl.load(table) if CONTIGUOUS else 0
     best = tl.full([BLOCK_M], MIN_SCORE, tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        best, weight = begin_softmax(sinks, heads, m // GROUP < many)
     total = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
     whole_end = (earliest + 1) // BLOCK_N * BLOCK_N  # all queries see all tiles before it, except at the window's edge
     whole, oldest = 0, 0
@@ -177,8 +186,8 @@ def prefill(
     block_m, block_n, warps, stages, registers = _tile_config(dim, q.element_size(), small)
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
-        q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),
-        cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
+        q, cache.keys, cache.values, tables, tiles, cache.sinks, out, q.stride(0), q.stride(1), out.stride(0),
+        tables.stride(0), cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, power_of_2(dim)),
         WINDOW=None if bidirectional else cache.window, CHUNK=None if bidirectional else cache.chunk,
         CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FOLLOW=not bidirectional,

@@ -40,8 +40,8 @@ chunk. Up to 2,048 it is slower: a program occupies a whole multiprocessor, whic
 
 
 def supports(cache: LayerCache) -> bool:
-    """Return True if `prefill` supports this cache: heads of 128 numbers in 16 bits, without chunks."""
-    return cache.head_dim == 128 and cache.dtype.itemsize == 2 and cache.chunk is None
+    """Return True if `prefill` supports this cache: heads of 128 numbers in 16 bits, without chunks and sinks."""
+    return cache.head_dim == 128 and cache.dtype.itemsize == 2 and cache.chunk is None and cache.sinks is None
 
 
 def tile_queries(group: int) -> int:
@@ -276,7 +276,7 @@ def prefill(q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Te
     out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device) if out is None else out
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert q.stride(2) == 1, "heads are rows of `dim` numbers"
-    assert supports(cache), "heads of 128 numbers in 16 bits"
+    assert supports(cache), "heads of 128 numbers in 16 bits, without sinks"
     assert tile_queries(group), "more query heads a key head than a tile has rows"
     _prompt_hopper[(tiles.shape[0] * cache.kv_heads,)](
         q, cache.keys, cache.values, tables, tiles, out, q.stride(0), q.stride(1), out.stride(0), tables.stride(0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quire.errors import StartupError
+from quire.text.harmony import HarmonyToolParser
 from quire.text.tool_parsers.base import ParsedEvent, ToolCallParser
 from quire.text.tool_parsers.call_objects import MAX_NAME, CallObjectParser, JsonValueReader
 from quire.text.tool_parsers.python_literals import PythonLiteralReader
@@ -300,14 +301,21 @@ class PythonicToolParser(ToolCallParser):
 
 
 TOOL_PARSERS: dict[str, type[ToolCallParser]] = {
-    "hermes": HermesToolParser, "json": JsonToolParser, "llama3_json": Llama3JsonToolParser,
-    "mistral": MistralToolParser, "pythonic": PythonicToolParser,
+    "harmony": HarmonyToolParser, "hermes": HermesToolParser, "json": JsonToolParser,
+    "llama3_json": Llama3JsonToolParser, "mistral": MistralToolParser, "pythonic": PythonicToolParser,
 }  # fmt: skip
-TOOL_PARSER_ALIASES = {"llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "qwen": "hermes", "qwen3": "hermes"}
+TOOL_PARSER_ALIASES = {
+    "openai": "harmony",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "qwen": "hermes",
+    "qwen3": "hermes",
+}
 # Their markers are special tokens, which detokenization drops.
-SPECIAL_TOKEN_PARSERS = (Llama3JsonToolParser, MistralToolParser, PythonicToolParser)
+SPECIAL_TOKEN_PARSERS = (HarmonyToolParser, Llama3JsonToolParser, MistralToolParser, PythonicToolParser)
 # Texts in a chat template that identify its format; the first match wins.
 TEMPLATE_SIGNS = (
+    ("<|channel|>commentary", "harmony"),
     ("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_start|>", "pythonic"),
     ("func_name1(params_name1=", "pythonic"), ("<|python_tag|>", "llama3_json"),
     ('{"name": function name, "parameters"', "llama3_json"),

@@ -86,13 +86,18 @@ static inline void scale_each(float *x, const float *by, int64_t count) {
     for (int64_t i = 0; i < count; i += LANES) store(x + i, load(x + i) * load(by + i));
 }
 
-/* Parameters of scores and visibility: scale, softcap (0: none), window and chunk (0: none). */
+constexpr float LEAST = -1e30f; /* below any score */
+
+/* Parameters of scores and visibility: scale, softcap (0: none), window and chunk (0: none), a sink for each query head
+(null: none), which is one more score without a value. */
 struct Seeing {
     float scale, softcap;
     int64_t window, chunk;
+    const float *sinks;
 
     explicit Seeing(const Arg *a)
-        : scale(float(a[0].number)), softcap(float(a[1].number)), window(a[2].integer), chunk(a[3].integer) {}
+        : scale(float(a[0].number)), softcap(float(a[1].number)), window(a[2].integer), chunk(a[3].integer),
+          sinks(as<float>(a[4])) {}
 
     /* Returns the first position that a token at `position` sees. */
     int64_t oldest(int64_t position) const {
@@ -102,6 +107,13 @@ struct Seeing {
 
     /* Returns the factor that makes scores (after a softcap, if any) exponents of 2. */
     float by() const { return (softcap > 0 ? 1.0f : scale) * LOG2E; }
+
+    /* Begins the running softmax of a query head: with its sink, if it has one and that is asked for. */
+    void begin(int64_t head, bool with_sink, float &best, float &sum) const {
+        const bool has = sinks && with_sink;
+        best = has ? sinks[head] * LOG2E : LEAST;
+        sum = has ? 1.0f : 0.0f;
+    }
 
     void cap(float *scores) const {
         store(scores, softcap * tanh(load(scores) * (scale / softcap)));
@@ -114,8 +126,6 @@ static inline int64_t kept(int64_t position, int64_t slot, const int64_t *prompt
     const int64_t prompt = prompts[slot];
     return position < prompt || prompt <= budget ? position : position - (prompt - budget);
 }
-
-constexpr float LEAST = -1e30f; /* below any score */
 
 /* Computes one query's weights of N keys, 2^(by * score - best), zero outside of [from, to), and updates `best` and
 `sum`. With SCALED each weight is then multiplied by its scale, which `sum` does not include. Returns the factor for

@@ -11,7 +11,7 @@ constexpr int BLOCK = 64;     /* keys at once */
 constexpr int ROW = BLOCK + LANES;
 
 /* Args of both operations after the cache's: q, token stride of q, out, slots, positions, query indices of the rows
-   (null: in order), rows, chunks, the four of Seeing, `partial` (COMMON_PARTS, then MOST parts for all rows and heads,
+   (null: in order), rows, chunks, the five of Seeing, `partial` (COMMON_PARTS, then MOST parts for all rows and heads,
    each dim padded to 32, and 2 numbers), prompt lengths of slots and a budget (null and 0: none), Common (null: not
    computed). */
 template <class T, class K> struct Rows {
@@ -27,10 +27,10 @@ template <class T, class K> struct Rows {
     explicit Rows(const Arg *all)
         : cache(all), seeing(all + CACHE_ARGS + 8), q(as<T>(all[CACHE_ARGS])), out(as<T>(all[CACHE_ARGS + 2])),
           slots(as<int64_t>(all[CACHE_ARGS + 3])), positions(as<int64_t>(all[CACHE_ARGS + 4])),
-          places(as<int64_t>(all[CACHE_ARGS + 5])), prompts(as<int64_t>(all[CACHE_ARGS + 13])),
-          partial(as<float>(all[CACHE_ARGS + 12])), q_stride(all[CACHE_ARGS + 1].integer),
+          places(as<int64_t>(all[CACHE_ARGS + 5])), prompts(as<int64_t>(all[CACHE_ARGS + 14])),
+          partial(as<float>(all[CACHE_ARGS + 13])), q_stride(all[CACHE_ARGS + 1].integer),
           rows(all[CACHE_ARGS + 6].integer), chunks(all[CACHE_ARGS + 7].integer),
-          budget(all[CACHE_ARGS + 14].integer), stride((cache.dim + 31) / 32 * 32), common(all[CACHE_ARGS + 15], rows) {}
+          budget(all[CACHE_ARGS + 15].integer), stride((cache.dim + 31) / 32 * 32), common(all[CACHE_ARGS + 16], rows) {}
 
     int64_t place(int64_t row) const { return places ? places[row] : row; }
 
@@ -159,7 +159,8 @@ template <class T, class K> struct Running {
         shrink = sum + shared;
     }
 
-    void begin(int64_t row, int64_t head) {
+    /* Only one part of a row has the sinks, if the layer has any: its `first` one. */
+    void begin(int64_t row, int64_t head, bool first) {
         const int64_t dim = x.cache.dim;
         const T *q = x.q + x.place(row) * x.q_stride + head * shared * dim;
         for (int64_t g = 0; g < shared; ++g) {
@@ -168,8 +169,7 @@ template <class T, class K> struct Running {
                 load_step(part, q + g * dim + i, dim - i);
                 for (int j = 0; j < PARTS<K>; ++j) store(query + g * stride + i + j * LANES, part[j]);
             }
-            best[g] = LEAST;
-            sum[g] = 0;
+            x.seeing.begin(head * shared + g, first, best[g], sum[g]);
         }
         std::memset(out, 0, size_t(shared * stride) * 4);
     }
@@ -244,7 +244,7 @@ template <class T, class K> void item(Running<T, K> &running, int64_t row, int64
     int64_t places[2][ROW], tokens = to - from < BLOCK ? to - from : BLOCK;
     cache.places(running.x.slots[row], head, from, from + tokens, places[0]);
     cache.fetch(places[0], tokens);
-    running.begin(row, head);
+    running.begin(row, head, part == 0);
     for (int64_t at = from, i = 0; at < to; at += BLOCK, i ^= 1) {
         const int64_t after = to - at - tokens < BLOCK ? to - at - tokens : BLOCK;
         cache.places(running.x.slots[row], head, at + tokens, at + tokens + after, places[i ^ 1]);

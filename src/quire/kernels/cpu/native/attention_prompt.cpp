@@ -127,7 +127,7 @@ template <class T, class K, bool PAIRS> struct Tile {
     void load_queries(const Room<PAIRS> &room) const {
         int64_t r = 0;
         for (int64_t i = 0; i < queries; ++i) r = load_query(room, query + i, r, first(i), stop(i));
-        begin(room, r);
+        begin(room, r, true);
     }
 
     /* Loads the heads of a query as rows from `r` on, which see [first, stop); returns the row after them. */
@@ -143,10 +143,11 @@ template <class T, class K, bool PAIRS> struct Tile {
         return r;
     }
 
-    void begin(const Room<PAIRS> &room, int64_t r) const {
+    void begin(const Room<PAIRS> &room, int64_t r, bool with_sinks) const {
         std::memset(room.queries + r * room.steps, 0, size_t((room.rows - r) * room.steps) * 4);
         for (; r < room.rows; ++r) room.first[r] = room.first[r - 1], room.stop[r] = room.stop[r - 1];
-        for (r = 0; r < room.rows; ++r) room.best[r] = LEAST, room.sum[r] = 0;
+        for (r = 0; r < room.rows; ++r)
+            seeing.begin(head * cache.shared + r % cache.shared, with_sinks, room.best[r], room.sum[r]);
         std::memset(room.out, 0, size_t(room.rows * room.columns) * 4);
     }
 
@@ -214,7 +215,7 @@ void over(const Tile<T, K, PAIRS> &tile, const Room<PAIRS> &room, int64_t from, 
     if (room.tiled) end_tiles();
 }
 
-/* Args after the cache's: q, token stride of q, out, tiles, the four of Seeing. A chunk is a tile for a key head. */
+/* Args after the cache's: q, token stride of q, out, tiles, the five of Seeing. A chunk is a tile for a key head. */
 template <class T, class K, bool PAIRS> void prompt(const Arg *a, int64_t chunk, void *scratch) {
     const Tile<T, K, PAIRS> tile(a, chunk);
     const Room<PAIRS> room(scratch, tile.queries * tile.cache.shared, tile.cache.dim);
@@ -245,7 +246,7 @@ template <class T, class K, bool PAIRS>
 void common_part(const Arg *a, const Common &common, const Common::Tile &which, int64_t head, int64_t part, void *scratch) {
     const int64_t *slots = as<int64_t>(a[CACHE_ARGS + 3]), *places = as<int64_t>(a[CACHE_ARGS + 5]);
     const int64_t *order = common.order() + which.first;
-    float *partial = as<float>(a[CACHE_ARGS + 12]);
+    float *partial = as<float>(a[CACHE_ARGS + 13]);
     const Tile<T, K, PAIRS> tile(a, slots[order[0]], head);
     const int64_t shared = tile.cache.shared, stride = up(tile.cache.dim, 32), from = part * which.size;
     const int64_t end = from + which.size < which.tokens ? from + which.size : which.tokens;
@@ -253,7 +254,7 @@ void common_part(const Arg *a, const Common &common, const Common::Tile &which, 
     int64_t r = 0;
     for (int64_t i = 0; i < which.rows; ++i)
         r = tile.load_query(room, places ? places[order[i]] : order[i], r, from, end);
-    tile.begin(room, r);
+    tile.begin(room, r, false);
     over(tile, room, from, end);
     for (int64_t i = 0; i < r; ++i) {
         float *to = partial + Common::part(order[i / shared], part, head * shared + i % shared, tile.cache.heads, stride);
@@ -264,7 +265,7 @@ void common_part(const Arg *a, const Common &common, const Common::Tile &which, 
 
 /* Items are the parts of tiles, each for all key heads in order; chunks have equal numbers of items. */
 template <class T, class K, bool PAIRS> void common(const Arg *a, int64_t chunk, void *scratch) {
-    const Common found(a[CACHE_ARGS + 15], a[CACHE_ARGS + 6].integer);
+    const Common found(a[CACHE_ARGS + 16], a[CACHE_ARGS + 6].integer);
     const int64_t kv_heads = a[8].integer, chunks = a[CACHE_ARGS + 7].integer;
     int64_t items = 0, before = 0;
     for (int64_t i = 0; i < found.tiles(); ++i) items += found.tile(i).parts() * kv_heads;

@@ -84,11 +84,11 @@ QUIRE_EXPORT void experts_gather(const Arg *a, int64_t chunk, void *) {
 
 /* Multiplies the rows of each expert by its packed weight. Chunks are groups of panels of one expert after another.
    Args: the kernel of one product (linear_bf16, quantised_bf16 ...), bounds, hit, addresses of weights, bytes of a row
-   of x, of `out` and of `staged`, the number of the kernel's arguments, and these, with the first rows of x, `out` and
+   of x, of `out` and of `staged`, addresses of biases (or null), the number of the kernel's arguments, and these, with the first rows of x, `out` and
    `staged`. For a low-bit weight the last one is the fewest rows for which tiles are used, or 0. */
 QUIRE_EXPORT void experts_product(const Arg *a, int64_t chunk, void *scratch) {
-    constexpr int64_t FIRST = 8, MOST = 21, STAGED = 15, TILED = 20;
-    const int64_t count = a[7].integer;
+    constexpr int64_t FIRST = 9, MOST = 21, STAGED = 15, TILED = 20;
+    const int64_t count = a[8].integer;
     Arg own[MOST];
     std::copy(a + FIRST, a + FIRST + count, own);
     const int64_t groups = own[10].integer, expert = as<int64_t>(a[2])[chunk / groups];
@@ -96,6 +96,7 @@ QUIRE_EXPORT void experts_product(const Arg *a, int64_t chunk, void *scratch) {
     const int64_t first = as<int64_t>(a[1])[expert], rows = as<int64_t>(a[1])[expert + 1] - first;
     own[0].pointer = as<char>(own[0]) + first * a[4].integer;
     own[1].integer = as<int64_t>(a[3])[expert];
+    if (a[7].pointer) own[2].integer = as<int64_t>(a[7])[expert];
     own[3].pointer = as<char>(own[3]) + first * a[5].integer;
     own[4].integer = rows;
     if (count > TILED) {

@@ -291,7 +291,7 @@ INLINE lanes erf_of(lanes x) {
 }
 
 /* Activations; ACTIVATIONS of linear.py has the same numbers. */
-enum Activation { NONE, SILU, RELU, GELU, GELU_TANH, GELU_QUICK };
+enum Activation { NONE, SILU, RELU, GELU, GELU_TANH, GELU_QUICK, CLAMPED_SWIGLU };
 
 INLINE lanes activate(lanes x, int64_t kind) {
     switch (kind) {
@@ -301,6 +301,14 @@ INLINE lanes activate(lanes x, int64_t kind) {
     case GELU_TANH: /* 0.5 (1 + tanh u) = sigmoid(2 u), with u = sqrt(2 / pi) (x + 0.044715 x^3) */
         return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
     case GELU_QUICK: return x * sigmoid(1.702f * x);
+    case CLAMPED_SWIGLU: x = x > 7.0f ? all(7.0f) : x; return x * sigmoid(1.702f * x);
     default: return x;
     }
+}
+
+/* The factor by which an activated gate is multiplied, from up. NaN stays NaN. */
+INLINE lanes up_factor(lanes up, int64_t kind) {
+    if (kind != CLAMPED_SWIGLU) return up;
+    up = up > 7.0f ? all(7.0f) : up;
+    return 1.0f + (up < -7.0f ? all(-7.0f) : up);
 }

@@ -68,7 +68,7 @@ static inline void finish(const Product &p, int64_t panel, int64_t first, int64_
         for (int v = 0; v < HALF; ++v) {
             wide sum = load<wide>(sums + v * LANES) + bias[v];
             if (p.activation) sum = activate(sum, p.activation);
-            if (GATED) sum *= load<wide>(sums + OUTS + v * LANES) + bias[v + VECTORS - HALF];
+            if (GATED) sum *= up_factor(load<wide>(sums + OUTS + v * LANES) + bias[v + VECTORS - HALF], p.activation);
             store((count == OUTS ? out : some) + v * LANES, sum);
         }
         if (count < OUTS) std::memcpy(out, some, size_t(count) * sizeof(T));

@@ -94,7 +94,7 @@ template <int BITS> struct Exact {
 template <template <int> class X, int BITS, bool LEAST, int R>
 inline void part(X<BITS> *x, const Span &span, int64_t zero, int64_t lane, float *sums) {
     constexpr int GROUP = X<BITS>::GROUP, STEPS = X<BITS>::STEPS;
-    constexpr int64_t BYTES = GROUP * PANEL * BITS / 8;
+    constexpr int64_t BYTES = GROUP * PANEL * width(BITS) / 8;
     wide sum[R][PART];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -174,6 +174,7 @@ void product_of(const Product &p, const Form &form, const From &from, float *sum
     if (form.bits == 8) form.least ? product<T, X, 8, true>(p, form, from, sums) : product<T, X, 8, false>(p, form, from, sums);
     if (form.bits == 4) form.least ? product<T, X, 4, true>(p, form, from, sums) : product<T, X, 4, false>(p, form, from, sums);
     if (form.bits == 6) product<T, X, 6, false>(p, form, from, sums);
+    if (form.bits == E2M1) product<T, X, E2M1, false>(p, form, from, sums);
 }
 
 /* Rounds a row of x [columns] to the layout of Staged. A number that is not finite makes its group's scale NaN. */
@@ -211,6 +212,7 @@ inline int number(const char *panel, const Form &form, int64_t lane, int64_t k) 
     const unsigned char *at = reinterpret_cast<const unsigned char *>(panel) + form.numbers(k / group * group) + lane * 4 + k % 4;
     if (form.bits == 8) return at[s * STEP];
     const int low = at[s / 2 * STEP] >> (s % 2 * 4) & 15;
+    if (form.bits == E2M1) return DOUBLED[low];
     return form.bits == 4 ? low : low | (at[2 * STEP] >> (2 * s) & 3) << 4;
 }
 

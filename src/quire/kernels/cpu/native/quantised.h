@@ -9,7 +9,8 @@ adjacent:
     a unit of a group of GROUP columns:  scale (fp16), and least (fp16) if there is one
     one of `super` columns:              scale d, and e (fp16); then of each group a, and b (int8)
 
-A number q represents scale * (q - zero) + least. With a and b, scale is d * a and least is -e * b. */
+A number q represents scale * (q - zero) + least. With a and b, scale is d * a and least is -e * b. With E2M1 the 4 bits
+are a floating-point number (MXFP4), and q is twice that plus 12, which is `zero`. */
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -52,6 +53,9 @@ static inline wide bytes(const char *at) {
 #endif
 }
 
+constexpr int E2M1 = -4; /* in place of the bits */
+constexpr int width(int64_t bits) { return int(bits < 0 ? -bits : bits); }
+
 struct Form {
     int64_t bits, super, zero; /* `super`: columns of a unit; 0: a unit is a group, without a and b */
     bool least;
@@ -59,7 +63,7 @@ struct Form {
     int64_t group() const { return bits == 6 ? 16 : 32; }
     int64_t per() const { return super ? super / group() : 1; } /* groups of a unit */
     int64_t unit() const { return PANEL * (least ? 2 : 1) * (2 + (super ? per() : 0)); }
-    int64_t numbers(int64_t columns) const { return columns * PANEL * bits / 8; }
+    int64_t numbers(int64_t columns) const { return columns * PANEL * width(bits) / 8; }
     int64_t panel(int64_t columns) const { return numbers(columns) + columns / (per() * group()) * unit(); }
 
     /* From four arguments: bits, super, zero, least. */
@@ -83,12 +87,32 @@ constexpr int64_t SPAN = 512;
 constexpr int PART = VECTORS <= 2 ? VECTORS : REGISTERS == 32 ? 4 : 2; /* vectors of a pass */
 constexpr int ROWS_OF_PASS = (REGISTERS == 32 ? 12 : 4) / PART;
 
+/* Twice the numbers of e2m1, plus 12. */
+constexpr unsigned char DOUBLED[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+/* Looks up each byte, below 16, in DOUBLED. */
+static inline wide_bits doubled(wide_bits x) {
+#if defined(__AVX512BW__)
+    const __m512i table = _mm512_maskz_broadcast_i32x4(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i *>(DOUBLED)));
+    return (wide_bits)_mm512_shuffle_epi8(table, (__m512i)x);
+#elif defined(__AVX2__)
+    const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(DOUBLED)));
+    return (wide_bits)_mm256_shuffle_epi8(table, (__m256i)x);
+#else
+    wide_bits out{};
+    for (int i = 0; i < LANES; ++i)
+        for (int b = 0; b < 32; b += 8) out[i] |= uint32_t(DOUBLED[x[i] >> b & 15]) << b;
+    return out;
+#endif
+}
+
 /* Loads the four numbers of step `s` of a group, of LANES rows. */
 template <int BITS> static inline wide_bits numbers(const char *at, int s) {
     if (BITS == 8) return load<wide_bits>(at + s * STEP);
     const wide_bits both = load<wide_bits>(at + s / 2 * STEP);
     const wide_bits low = (s % 2 ? both >> 4 : both) & 0x0f0f0f0fu;
     if (BITS == 4) return low;
+    if (BITS == E2M1) return doubled(low);
     const wide_bits high = load<wide_bits>(at + 2 * STEP);
     return low | ((s < 2 ? high << (4 - 2 * s) : high >> (2 * s - 4)) & 0x30303030u);
 }

@@ -21,7 +21,7 @@ template <int BITS> void unpack(const char *panel, int64_t columns, const Form &
     for (int64_t k = 0; k < columns; k += SPAN) {
         const Span span(panel, columns, k, form);
         const char *at = span.numbers;
-        for (int64_t g = 0; g < span.groups; ++g, at += GROUP * PANEL * BITS / 8)
+        for (int64_t g = 0; g < span.groups; ++g, at += GROUP * PANEL * width(BITS) / 8)
             for (int64_t lane = 0; lane < PANEL; lane += LANES) {
                 const wide scale = load<wide>(span.scale + g * PANEL + lane);
                 const wide least = form.least ? load<wide>(span.least + g * PANEL + lane) : wide{};
@@ -51,7 +51,10 @@ bool quantised_tiles(const Product &p, const Form &form, void *scratch) {
     Product one = p;
     for (int64_t panel = p.panel; panel < p.end; ++panel) {
         const char *weight = p.weight + panel * form.panel(p.columns);
-        (form.bits == 8 ? unpack<8> : form.bits == 4 ? unpack<4> : unpack<6>)(weight, p.columns, form, plain);
+        (form.bits == 8   ? unpack<8>
+         : form.bits == 4 ? unpack<4>
+         : form.bits == 6 ? unpack<6>
+                          : unpack<E2M1>)(weight, p.columns, form, plain);
         one.panel = panel, one.end = panel + 1;
         one.weight = plain - panel * p.columns * PANEL * 2;
         linear_tiles(one, rest);
