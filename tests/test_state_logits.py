@@ -126,7 +126,7 @@ def test_dummy_weights_forget_as_an_untrained_model_does(saved: Any) -> None:
     config = read_config(saved("jamba").folder)
     model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"))
     fill_dummy_weights(model, 0)
-    mixer = model.layers[0].mamba
+    mixer = model.layers[0].mixer
     steps = torch.nn.functional.softplus(mixer.dt_bias)
     torch.testing.assert_close(steps[[0, -1]], torch.tensor([1e-3, 0.1]), rtol=1e-4, atol=0)
     assert torch.equal(mixer.A_log[5].exp().round(), torch.arange(1.0, 9.0))

@@ -1,5 +1,5 @@
-"""Recurrent states of Mamba layers (arXiv:2312.00752): their storage, the plan of which states a step reads and writes,
-and the two operations that advance them, in plain torch: for any device, but slow.
+"""Running states of layers: their storage, the plan of which states a step reads and writes, and the two operations
+that advance those of Mamba layers (arXiv:2312.00752), in plain torch: for any device, but slow.
 
 A page holds the state for a run of `page_tokens` tokens. The state after a sequence's latest token is in the page of
 that token's run. A row reads the page of the token before its first one, and writes the pages of all runs that its
@@ -12,7 +12,7 @@ tokens are accepted. The inputs of these tokens are saved, and the states are th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.forward_batch import ForwardBatch, StateRows, to_device
+from quire.protocol.model_spec import SavedInput
 
 CONV_TILE = 64
 """Tokens of a row that one program of the convolution computes."""
@@ -31,49 +32,57 @@ SCAN_CHUNK = 64
 
 
 class SavedInputs(NamedTuple):
-    """A layer's inputs of M tokens, from which its states can be advanced later: those of the convolution x and the
-    step sizes dt [M, d_inner] in the model's dtype, and B [M, d_state] in the first half of `bc`, in fp32. (The scan
-    reads B and C side by side. The second half is zero: no output is needed.)"""
+    """A layer's inputs of M tokens, from which its states can be advanced later: a tensor [M, width] for each of
+    `LayerSpec.saved_inputs`."""
 
-    x: Tensor
-    dt: Tensor
-    bc: Tensor
+    tensors: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, tokens: int, cache: StateCache) -> SavedInputs:
-        """Return room for the inputs of a layer with these states."""
-        (_, channels, _), size, device = cache.conv.shape, cache.ssm.shape[2], cache.conv.device
-        x, dt = torch.zeros((2, tokens, channels), dtype=cache.conv.dtype, device=device)
-        return cls(x, dt, torch.zeros((tokens, 2 * size), device=device))
+    def allocate(
+        cls, tokens: int, inputs: Iterable[SavedInput], dtype: torch.dtype, device: torch.device
+    ) -> SavedInputs:
+        """Return zeros for the inputs of `tokens` tokens, in `dtype` or fp32."""
+        return cls(
+            tuple(
+                torch.zeros((tokens, one.width), dtype=torch.float32 if one.is_fp32 else dtype, device=device)
+                for one in inputs
+            )
+        )
 
-    def save(self, tokens: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
-        """Save the inputs of the tokens with these indices [N] as the first N ones."""
-        count = len(tokens)
-        torch.index_select(x, 0, tokens, out=self.x[:count])
-        torch.index_select(dt, 0, tokens, out=self.dt[:count])
-        self.bc[:count, : B.shape[1]].copy_(B.index_select(0, tokens))
+    def save(self, tokens: Tensor, *values: Tensor) -> None:
+        """Save the rows with these indices [N] of each of `values` [T, *] as the first N ones. Narrower values fill the
+        first columns."""
+        for saved, value in zip(self.tensors, values, strict=True):
+            rows = saved[: len(tokens), : value.shape[1]]
+            if rows.is_contiguous() and rows.dtype == value.dtype:
+                torch.index_select(value, 0, tokens, out=rows)
+            else:
+                rows.copy_(value.index_select(0, tokens))
+
+    def first(self, count: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the first `count` tokens."""
+        return tuple(tensor[:count] for tensor in self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class StateCache:
     """One layer's states: views of the pages of a group, one page for each run of `page_tokens` tokens.
 
-    `conv` [pages, d_inner, d_conv - 1] holds the last inputs of the convolution, oldest first, in the model's dtype;
-    `ssm` [pages, d_inner, d_state] is in fp32, or in a shorter dtype, to which a state is rounded when it is written.
-    In both, a page's numbers are contiguous; the stride between pages is the page size. `saved` is set where steps may
-    have draft tokens.
+    `conv` [pages, channels, taps - 1] holds the last inputs of a convolution, oldest first, in the model's dtype; `ssm`
+    [pages, *], if the layer has one (Mamba: [pages, d_inner, d_state]), is in fp32, or in a shorter dtype, to which a
+    state is rounded when it is written. In both, a page's numbers are contiguous; the stride between pages is
+    the page size. `saved` is set where steps may have draft tokens.
     """
 
     conv: Tensor
-    ssm: Tensor
+    ssm: Tensor | None
     group: int = 0
     page_tokens: int = 512
     saved: SavedInputs | None = None
 
     def __post_init__(self) -> None:
-        assert self.conv.shape[:2] == self.ssm.shape[:2], "conv and ssm differ in pages or channels"
         for view in (self.conv, self.ssm):
-            assert view.stride()[1:] == (view.shape[2], 1), "a page's numbers must be contiguous"
+            assert view is None or view[:1].is_contiguous(), "a page's numbers must be contiguous"
 
     @property
     def plan_key(self) -> tuple[int, int]:
@@ -187,6 +196,7 @@ def selective_scan(
 
     x, dt, z, y [T, d_inner]; B, C [T, d_state]; A [d_inner, d_state], D, bias [d_inner], these three in fp32. Computed
     in fp32 and rounded once. Reads and writes the plan's states."""
+    assert cache.ssm is not None, "a scan has states"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for group in row_groups(plan):
         rows, at = len(group.rows), group.tokens

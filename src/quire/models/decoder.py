@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.embedding import Embedding
 from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
+from quire.layers.mamba import MambaMixer
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.module_list import module_list
 from quire.layers.moe import SparseMLP
@@ -24,6 +26,8 @@ from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import shard_heads, shard_vocab
 from quire.layers.softcap import Softcap
+from quire.layers.state_config import MambaConfig, StateMixerConfig
+from quire.layers.state_mixer import StateMixer
 from quire.models.architectures import read_model_config
 from quire.models.decoder_config import DecoderConfig
 from quire.models.forward_context import ForwardContext
@@ -66,10 +70,17 @@ class Attention(nn.Module):
         return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
 
 
+STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {MambaConfig: MambaMixer}
+"""The mixers with states, by their declarations."""
+
+
 class DecoderLayer(nn.Module):
     """x += attention(norm(x)); returns x and the next residual, mlp(norm(x)), or the attention's output if there is no
     feed-forward block. Each sum, with its post norm if there is one, is left to the norm that follows, which reads all
-    of x anyway. Experts may stand in the place of the MLP. A subclass may have another mixer than attention."""
+    of x anyway. Experts may stand in the place of the MLP, and a mixer with a state in that of attention. A subclass
+    may have another mixer."""
+
+    attention: Attention
 
     def __init__(
         self, s: DecoderConfig, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype, device: torch.device,
@@ -78,7 +89,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention_norm = make_norm(s, dtype, device, first=layer == 0)
         kind = s.layers[layer]
-        if kind.mixer == "attention":
+        self.layer = layer
+        self.mixer: StateMixer | None = None
+        if kind.mixer == "state":
+            assert s.state_mixer is not None, "a model with layers with states declares their mixer"
+            self.mixer = STATE_MIXERS[type(s.state_mixer)](s.state_mixer, dtype, device, shard)
+        elif kind.mixer == "attention":
             self.attention = Attention(s, layer, rotary, dtype, device, shard)
         self.mlp: GatedMLP | MLP | None = None
         self.experts: SparseMLP | None = None
@@ -92,12 +108,15 @@ class DecoderLayer(nn.Module):
             self.experts = SparseMLP(s.hidden, s.experts, s.activation, dtype, device, shard)
 
     def mix(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
-        """Run the layer up to the attention: return its output, before `out`."""
-        return self.attention(self.attention_norm(x, delta), ctx, last)
+        """Run the layer up to the mixer: return its output, before `out`."""
+        normed = self.attention_norm(x, delta)
+        if self.mixer is not None:
+            return self.mixer.mix(normed, *ctx.state(self.layer))
+        return self.attention(normed, ctx, last)
 
     def feed_forward(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the rest of the layer: return x and the next residual."""
-        return self.run_mlp(x, self.attention.out(mixed))
+        return self.run_mlp(x, (self.attention if self.mixer is None else self.mixer).out(mixed))
 
     def run_mlp(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Run the feed-forward block, if there is one."""
@@ -160,8 +179,8 @@ class Decoder(ShardedModule):
         return self.finish(*self.embed(tokens, ctx), ctx)
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Run the model up to the last layer's mixer: return x [T, hidden] and the mixer's output. That of a Mamba
-        mixer is of all tokens, since all of them advance its state."""
+        """Run the model up to the last layer's mixer: return x [T, hidden] and the mixer's output. That of a mixer
+        with a state is of all tokens, since all of them advance it."""
         return self.run_layers(self.embed_inputs(tokens, ctx), ctx)
 
     def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
@@ -189,7 +208,7 @@ class Decoder(ShardedModule):
 
     def finish(self, x: Tensor, mixed: Tensor, ctx: ForwardContext) -> Tensor:
         """Call `finish_selected` for the tokens that `ctx` selects."""
-        if self.config.layers[-1].mixer == "mamba":
+        if self.config.layers[-1].mixer == "state":
             mixed = ctx.select_logits_rows(mixed)
         hidden = self.finish_selected(ctx.select_logits_rows(x), mixed)
         if ctx.hidden_states is not None:
@@ -208,6 +227,13 @@ class Decoder(ShardedModule):
         if self.softcap is not None:
             logits = self.softcap(logits)
         return gather_logits(logits, self.vocab_shard, None if local else self.exchange)
+
+    def advance_states(self, tokens: int, state: Callable[[int], tuple[StateCache, StatePlan]]) -> None:
+        """Advance all layers' states over rows of the first `tokens` saved tokens: see StateMixer.advance. `state`
+        returns those of a layer, and the plan."""
+        for layer in self.layers:
+            if isinstance(layer, DecoderLayer) and layer.mixer is not None:
+                layer.mixer.advance(*state(layer.layer), tokens)
 
     def weight_sources(self) -> dict[str, WeightSource]:
         """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""

@@ -6,8 +6,9 @@ from typing import Any
 
 from quire.errors import StartupError
 from quire.layers.experts_config import ExpertsConfig
+from quire.layers.state_config import MambaConfig
 from quire.models.config_reader import ConfigReader
-from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig, MambaConfig
+from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.expert_families import MAX_EXPERTS, expert_names
 from quire.models.families import declare, read_heads
 from quire.models.layer_types import read_layer_count
@@ -27,7 +28,7 @@ ITEMSIZES = {"bfloat16": 2, "float16": 2}
 MAMBA_MODEL_NAMES: WeightNames = {
     "embed_tokens": "embeddings",
     "layers.*.attention_norm": "layers.*.norm",
-    **prefixed("layers.*.mamba", "layers.*.mixer.", MAMBA_NAMES),
+    **prefixed("layers.*.mixer", "layers.*.mixer.", MAMBA_NAMES),
     "norm": "norm_f",
     "head": "lm_head",
 }
@@ -36,7 +37,7 @@ JAMBA_NAMES: WeightNames = {
     "layers.*.attention_norm": "layers.*.input_layernorm",
     "layers.*.attention.qkv": tuple(f"layers.*.self_attn.{x}_proj" for x in "qkv"),
     "layers.*.attention.out": "layers.*.self_attn.o_proj",
-    **prefixed("layers.*.mamba", "layers.*.mamba.", MAMBA_NAMES),
+    **prefixed("layers.*.mixer", "layers.*.mamba.", MAMBA_NAMES),
     "layers.*.mlp_norm": "layers.*.pre_ff_layernorm",
     "layers.*.mlp.gate_up": tuple(f"layers.*.feed_forward.{x}_proj" for x in ("gate", "up")),
     "layers.*.mlp.down": "layers.*.feed_forward.down_proj",
@@ -62,8 +63,8 @@ def _declare_mamba(fields: ConfigReader, norms: str, eps: float) -> DecoderConfi
         fields,
         family="mamba",
         hidden=hidden,
-        layers=(LayerConfig(mixer="mamba", feed_forward="none"),) * read_layer_count(fields),
-        mamba=_read_mixer(fields, hidden, keys, norms, eps),
+        layers=(LayerConfig(mixer="state", feed_forward="none"),) * read_layer_count(fields),
+        state_mixer=_read_mixer(fields, hidden, keys, norms, eps),
         norm_eps=fields.get_float("layer_norm_epsilon", 1e-5),
         tied=fields.get_bool("tie_word_embeddings", True),
         max_len=MAMBA_MAX_LEN,
@@ -99,11 +100,11 @@ def read_jamba(fields: ConfigReader) -> DecoderConfig:
         norm_eps=eps,
         layers=tuple(
             LayerConfig(
-                mixer="attention" if layer in attends else "mamba", feed_forward="experts" if layer in sparse else "mlp"
+                mixer="attention" if layer in attends else "state", feed_forward="experts" if layer in sparse else "mlp"
             )
             for layer in range(count)
         ),
-        mamba=_read_mixer(fields, hidden, keys, "learned", eps),
+        state_mixer=_read_mixer(fields, hidden, keys, "learned", eps),
         experts=ExpertsConfig(
             count=experts, per_token=per_token, intermediate=intermediate, intermediate_key="intermediate_size"
         )
@@ -128,6 +129,7 @@ def _read_mixer(fields: ConfigReader, hidden: int, keys: tuple[str, ...], norms:
     return MambaConfig(
         hidden=hidden,
         d_inner=inner,
+        inner_key=f"{expand} times hidden_size",
         d_state=fields.get_int(state, 16, MAX_D_STATE),
         d_conv=fields.get_int(conv, 4, MAX_D_CONV, MIN_D_CONV),
         dt_rank=-(-hidden // 16)

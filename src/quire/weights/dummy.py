@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quire.layers.mamba import MambaMixer
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.sharding import ParameterShards
+from quire.layers.state_mixer import StateMixer
 from quire.models.quantization import FP8Scheme, LowBitScheme
 from quire.weights import low_bit
 from quire.weights.fp8 import E4M3, E4M3_MAX, find_fp8_tensors, get_scale
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from quire.models import Model
 
 STD = 0.02
-MIN_DT, MAX_DT = 1e-3, 0.1
-"""The range of step sizes of an untrained Mamba (arXiv:2312.00752, §3.6)."""
 PIECE_NUMBERS = 1 << 24  # numbers made at once if a shard has some of their columns
 NOISE_LENGTH = 4_194_301  # numbers drawn once and repeated in every weight; a prime, so that no two rows are equal
 
@@ -37,8 +34,8 @@ def fill_dummy_weights(
     scheme: FP8Scheme | LowBitScheme | None = None,
     full_model: Model | None = None,
 ) -> None:
-    """Fill a model with normal weights of standard deviation 0.02; norms are the identity, and Mamba's states decay as
-    in an untrained one. Weights depend on seed, dtype and device alone: a shard has slices of the undivided model's.
+    """Fill a model with normal weights of standard deviation 0.02; norms are the identity, and states decay as in an
+    untrained model. Weights depend on seed, dtype and device alone: a shard has slices of the undivided model's.
     Weights that `scheme` has in FP8 are in FP8, all with one scale, or have the same values in the model's dtype.
     `full_model`: see `load_weights`."""
     first = next(parameter for parameter in model.parameters() if not parameter.is_meta)
@@ -60,9 +57,9 @@ def fill_dummy_weights(
             elif isinstance(module, RMSNorm | LayerNorm):
                 has_offset = isinstance(module, RMSNorm) and module.offset
                 parameter.fill_(1.0 if name == "weight" and not has_offset else 0.0)
-            elif isinstance(module, MambaMixer) and name in MAMBA_INIT:
+            elif isinstance(module, StateMixer) and name in module.initial_values:
                 [channels] = module.param_shards[name].rows
-                initial = MAMBA_INIT[name](parameter.new_empty(channels.total, *parameter.shape[1:]))
+                initial = module.initial_values[name](parameter.new_empty(channels.total, *parameter.shape[1:]))
                 parameter.copy_(initial[channels.local.start : channels.local.stop])
             elif f"{path}.{name}" in formats:
                 at = _fill_low_bit(model, f"{path}.{name}", formats[f"{path}.{name}"], noise, at)
@@ -80,7 +77,7 @@ def fill_dummy_weights(
 
 def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> int:
     """Return the number of noise values that a parameter takes, on all ranks together."""
-    if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, MambaMixer) and name in MAMBA_INIT):
+    if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, StateMixer) and name in module.initial_values):
         return 0
     shards = parameter_shards(module, name)
     if shards is None:
@@ -99,25 +96,6 @@ def _fill_low_bit(model: Model, name: str, formats: tuple[LowBitFormat, ...], no
     for part, (rows, values) in enumerate(zip(torch.split(parameter.data, sizes), torch.split(numbers, sizes))):
         low_bit.set_rows(rows, layer, part, partial(low_bit.quantize, values, formats[part]))
     return offset
-
-
-def _initial_A_log(like: Tensor) -> Tensor:
-    """Return A_log such that the n-th of a channel's d_state numbers decays n times as fast as the first."""
-    return torch.arange(1, like.shape[1] + 1, device=like.device).log().expand(like.shape)
-
-
-def _initial_dt_bias(like: Tensor) -> Tensor:
-    """Return the inverse softplus of steps from MIN_DT to MAX_DT, evenly spaced on a logarithmic scale."""
-    steps = torch.linspace(math.log(MIN_DT), math.log(MAX_DT), len(like), device=like.device).exp()
-    return steps.expm1().log()
-
-
-MAMBA_INIT: dict[str, Callable[[Tensor], Tensor]] = {
-    "A_log": _initial_A_log,
-    "D": torch.ones_like,
-    "dt_bias": _initial_dt_bias,
-}
-"""A mixer's parameters that are not noise -> their values."""
 
 
 def _fill_from(flat: Tensor, noise: Tensor, offset: int) -> int:

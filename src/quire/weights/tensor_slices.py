@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
-from quire.layers.mamba import MambaMixer
 from quire.layers.sharding import ParameterShards, ShardRange
+from quire.layers.state_mixer import StateMixer
 from quire.models.weight_names import WeightSource
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def parameter_shards(module: nn.Module, name: str) -> ParameterShards | None:
     """Return the shard ranges of a module's parameter; None if every rank has all of it."""
     if isinstance(module, Embedding) and module.shard_range.is_sharded:
         return ParameterShards((module.shard_range,), None)
-    if isinstance(module, MambaMixer):
+    if isinstance(module, StateMixer):
         shards = module.param_shards.get(name)
         return shards if shards is not None and (shards.columns or shards.rows[0]).is_sharded else None
     if not isinstance(module, Linear):

@@ -1,0 +1,102 @@
+"""The parameters of layers that keep a running state in place of keys and values: an interface, and those of each kind.
+No torch: memory plans read them too."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+from quire.protocol.model_spec import LayerSpec, SavedInput, StateTensor
+
+STATE_ITEMSIZE = 4
+"""Bytes of a number of the `ssm` state, unless --state-dtype is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateMixerConfig(ABC):
+    """The mixer of a layer with a state, of rows of `hidden` numbers. All such layers of a model have equal ones. The
+    module that computes it is a quire.layers.state_mixer.StateMixer. Numbers of states have `itemsize` bytes, but those
+    of a tensor "ssm", in which rounding errors accumulate, have STATE_ITEMSIZE."""
+
+    hidden: int
+    itemsize: int
+
+    @property
+    @abstractmethod
+    def parameters(self) -> int:
+        """Number of parameters."""
+
+    @property
+    def fp32_parameters(self) -> int:
+        """Number of parameters that are in float32 regardless of the model's dtype."""
+        return 0
+
+    @property
+    @abstractmethod
+    def columns(self) -> dict[str, int]:
+        """What ranks divide equally, by its name in config.json."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """The most numbers of a token that the mixer has at once."""
+
+    @abstractmethod
+    def divide(self, ranks: int) -> StateMixerConfig:
+        """Return one rank's part, after `columns` were checked. Raise StartupError if it can't be divided so."""
+
+    @abstractmethod
+    def layer_spec(self) -> LayerSpec:
+        """Return the layer's spec: its states, and the inputs from which they are advanced over draft tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaConfig(StateMixerConfig):
+    """The mixer of a Mamba layer: `d_inner` channels (`inner_key`: their name in config.json) with states of `d_state`
+    numbers each, a convolution over `d_conv` tokens, and step sizes of rank `dt_rank`. `norms`, with `norm_eps`: step
+    sizes, B and C are normalised with weights ("learned", Jamba), without ("plain", FalconMamba), or not at all
+    ("none")."""
+
+    d_inner: int
+    inner_key: str
+    d_state: int
+    d_conv: int
+    dt_rank: int
+    conv_bias: bool
+    bias: bool
+    norms: str
+    norm_eps: float
+
+    @property
+    def parameters(self) -> int:
+        """See StateMixerConfig."""
+        s, selected = self, self.dt_rank + 2 * self.d_state
+        products = 3 * s.hidden * s.d_inner + s.bias * (2 * s.d_inner + s.hidden)
+        per_channel = (s.d_conv + s.conv_bias) + selected + (s.dt_rank + 1) + (s.d_state + 1)
+        return products + s.d_inner * per_channel + (s.norms == "learned") * selected
+
+    @property
+    def fp32_parameters(self) -> int:
+        """See StateMixerConfig."""
+        return self.d_inner * (self.d_state + 2)
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """See StateMixerConfig."""
+        return {self.inner_key: self.d_inner}
+
+    @property
+    def width(self) -> int:
+        """See StateMixerConfig."""
+        return 2 * self.d_inner
+
+    def divide(self, ranks: int) -> MambaConfig:
+        """See StateMixerConfig."""
+        return replace(self, d_inner=self.d_inner // ranks)
+
+    def layer_spec(self) -> LayerSpec:
+        """See StateMixerConfig. The scan reads B and C side by side, so there is room for both."""
+        conv = StateTensor("conv", (self.d_inner, self.d_conv - 1), self.itemsize)
+        ssm = StateTensor("ssm", (self.d_inner, self.d_state), STATE_ITEMSIZE)
+        inputs = SavedInput(self.d_inner), SavedInput(self.d_inner), SavedInput(2 * self.d_state, is_fp32=True)
+        return LayerSpec(0, 0, state_tensors=(conv, ssm), saved_inputs=inputs)
