@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError, short_repr
-from quire.models import expert_families, families, head_config, mamba_families, vision_language_families
+from quire.models import expert_families, families, head_config, state_families, vision_language_families
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import DecoderConfig
 from quire.protocol.model_spec import ModelSpec
@@ -41,9 +41,9 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),
     "OPTForCausalLM": Architecture(families.read_opt, "opt:OPT"),
     "GPT2LMHeadModel": Architecture(families.read_gpt2),
-    "JambaForCausalLM": Architecture(mamba_families.read_jamba),
-    "MambaForCausalLM": Architecture(mamba_families.read_mamba),
-    "FalconMambaForCausalLM": Architecture(mamba_families.read_falcon_mamba),
+    "JambaForCausalLM": Architecture(state_families.read_jamba),
+    "MambaForCausalLM": Architecture(state_families.read_mamba),
+    "FalconMambaForCausalLM": Architecture(state_families.read_falcon_mamba),
     "MllamaForConditionalGeneration": Architecture(vision_language_families.read_mllama, "mllama:Mllama"),
     "LlavaOnevisionForConditionalGeneration": VISION_LANGUAGE,
     "InternVLForConditionalGeneration": VISION_LANGUAGE,
