@@ -51,6 +51,9 @@ PHI4 = {
         "long_factor": [1.2, 1.5, 2.0, 3.0, 4.0, 5.0],
     },
 }  # fmt: skip
+QWEN3_NEXT = {
+    **QWEN2_MOE, "num_hidden_layers": 2, "head_dim": 16, "layer_types": ["full_attention"] * 2, "mlp_only_layers": [1],
+}  # fmt: skip
 LANGUAGE = "model.language_model."
 YARN_GEMMA = {"rope_theta": 300.0, **YARN}
 ROPES = {
@@ -116,6 +119,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**QWEN_MOE, "decoder_sparse_step": 2, "norm_topk_prob": True, "use_sliding_window": True, "sliding_window": 5},
     ),
     "qwen3_moe, biased, tied": ("Qwen3_Moe", {**QWEN_MOE, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen3_next, attention alone": ("Qwen3_Next", QWEN3_NEXT),
+    "qwen3_next, attention alone, biased": (
+        "Qwen3_Next",
+        {**QWEN3_NEXT, "attention_bias": True, "norm_topk_prob": False, "partial_rotary_factor": 1.0},
+    ),
     "phi3": ("Phi3", {**LLAMA, "pad_token_id": None}),
     "phi3, window, tied": ("Phi3", {**LLAMA, "pad_token_id": None, "sliding_window": 5, "tie_word_embeddings": True}),
     "phi3, longrope": (
@@ -182,6 +190,8 @@ def test_every_declared_family_has_a_case() -> None:
         "Gemma3ForConditionalGeneration",
         "GPT2LMHeadModel",
         *("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"),  # tests/test_state_logits.py
+        *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),  # there too
+        *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
     }
     assert declared == {f"{name}ForCausalLM" for name, _ in CASES.values()} & declared | elsewhere
 

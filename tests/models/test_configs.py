@@ -22,6 +22,7 @@ PUBLISHED = {
     "yi-6b-200k": 6_061_035_520, "yi-34b": 34_388_917_248, "mistral-7b": 7_241_732_096, "llama3.2-1b": 1_235_814_400,
     "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
     "gemma-3-4b": 3_880_263_168, "qwen2-7b": 7_615_616_512, "qwen3-8b": 8_190_735_360,
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }  # fmt: skip
 
 
@@ -44,7 +45,12 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
 
 OLMO2 = "Olmo2ForCausalLM"  # which ranks do not divide
 TEXT = [name for name, one in ARCHITECTURES.items() if one.model.partition(":")[0] not in ("vision_language", "mllama")]
-SHAPES = {"FalconMambaForCausalLM": "mamba-2.8b", "Gemma3ForConditionalGeneration": "gemma-3-4b"}
+SHAPES = {
+    **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), "qwen3-next-80b-a3b"),
+    **dict.fromkeys(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), "qwen3-next-80b-a3b"),
+    "FalconMambaForCausalLM": "mamba-2.8b",
+    "Gemma3ForConditionalGeneration": "gemma-3-4b",
+}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -197,6 +203,23 @@ OPTIONS["qwen3-30b-a3b"] = [
     ({"moe_intermediate_size": "768"}, "moe_intermediate_size in config.json must be an integer .*, got '768'"),
     ({"norm_topk_prob": 1}, "norm_topk_prob in config.json must be true or false, got 1"),
     ({"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True"),
+]
+OPTIONS["qwen3-next-80b-a3b"] = [
+    (
+        {"linear_num_value_heads": 24},
+        "linear_num_value_heads 24 in config.json is not a multiple of linear_num_key_heads 16",
+    ),
+    ({"linear_num_key_heads": 0}, "linear_num_key_heads in config.json must be an integer from 1 to 4096, got 0"),
+    ({"linear_key_head_dim": 512}, "linear_key_head_dim in config.json must be an integer from 1 to 256, got 512"),
+    ({"linear_value_head_dim": -1}, "linear_value_head_dim in config.json must be an integer from 1 to 256, got -1"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim in config.json must be an integer from 2 to 16, got 1"),
+    ({"full_attention_interval": 0}, "full_attention_interval in config.json must be an integer from 1 to .*, got 0"),
+    ({"layer_types": ["sliding_attention"] * 48}, "'sliding_attention'.*full_attention, linear_attention"),
+    ({"partial_rotary_factor": 2}, "partial_rotary_factor is 2"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"use_sliding_window": True}, "use_sliding_window=True"),
+    ({"attn_output_gate": False}, "attn_output_gate=False"),
+    ({"architectures": ["Qwen3_5MoeForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob=False"),
 ]
 OPTIONS["mixtral-8x7b"] = [
     ({"num_local_experts": 0}, "num_local_experts in config.json must be an integer from 1 to 1024, got 0"),

@@ -42,7 +42,9 @@ MORE = {
     "hidden_activation": "gelu", "no_rope_layers": [1, 0] * 40, "no_rope_layer_interval": 2,
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
     "mlp_only_layers": [0], "moe_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": True,
-    "shared_expert_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "full_attention_interval": 2, "attn_output_gate": True,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 
 
@@ -88,6 +90,8 @@ def every_value(config: dict[str, Any]) -> None:
     assert max(map(len, errors)) < 800
 
 
+TEXTS = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+"""Models that see, of which the text alone is read."""
 SEEING = [name for name, one in ARCHITECTURES.items() if one.model.startswith("vision_language:")]
 
 
@@ -103,7 +107,9 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
         config["kv_sharing"] = [None, 0, *[None] * (shape.get("num_hidden_layers", 1) - 2)]
     if architecture == "JambaForCausalLM":
         config["sliding_window"] = None
-    if architecture == "Gemma3ForConditionalGeneration":
+    if architecture.startswith(("Qwen3Next", "Qwen3_5")):
+        config |= {"use_sliding_window": False, "layer_types": None}
+    if architecture in ("Gemma3ForConditionalGeneration", *TEXTS):
         config = {"architectures": [architecture], "text_config": config}
     every_value(config)
 

@@ -100,3 +100,64 @@ class MambaConfig(StateMixerConfig):
         ssm = StateTensor("ssm", (self.d_inner, self.d_state), STATE_ITEMSIZE)
         inputs = SavedInput(self.d_inner), SavedInput(self.d_inner), SavedInput(2 * self.d_state, is_fp32=True)
         return LayerSpec(0, 0, state_tensors=(conv, ssm), saved_inputs=inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRuleConfig(StateMixerConfig):
+    """The mixer of a layer with the gated delta rule: `key_heads` heads of queries and keys of `key_dim` numbers, and
+    `heads` of values of `value_dim`, as many for each key head. A convolution over `taps` tokens comes before it, and a
+    norm of each head after it."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    norm_eps: float
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a token's keys, and of its queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token's values."""
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.keys + self.values
+
+    @property
+    def parameters(self) -> int:
+        """See StateMixerConfig."""
+        products = self.hidden * (self.channels + 2 * self.values + 2 * self.heads)
+        return products + self.channels * self.taps + self.value_dim + self.fp32_parameters
+
+    @property
+    def fp32_parameters(self) -> int:
+        """See StateMixerConfig."""
+        return 2 * self.heads
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """See StateMixerConfig. `heads` are a multiple of these."""
+        return {"linear_num_key_heads": self.key_heads}
+
+    @property
+    def width(self) -> int:
+        """See StateMixerConfig."""
+        return self.channels + self.values
+
+    def divide(self, ranks: int) -> DeltaRuleConfig:
+        """See StateMixerConfig."""
+        return replace(self, key_heads=self.key_heads // ranks, heads=self.heads // ranks)
+
+    def layer_spec(self) -> LayerSpec:
+        """See StateMixerConfig."""
+        conv = StateTensor("conv", (self.channels, self.taps - 1), self.itemsize)
+        ssm = StateTensor("ssm", (self.heads, self.key_dim, self.value_dim), STATE_ITEMSIZE)
+        inputs = SavedInput(self.channels), SavedInput(2 * self.heads)
+        return LayerSpec(0, 0, state_tensors=(conv, ssm), saved_inputs=inputs)

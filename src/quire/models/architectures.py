@@ -7,7 +7,14 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError, short_repr
-from quire.models import expert_families, families, head_config, state_families, vision_language_families
+from quire.models import (
+    delta_rule_families,
+    expert_families,
+    families,
+    head_config,
+    state_families,
+    vision_language_families,
+)
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import DecoderConfig
 from quire.protocol.model_spec import ModelSpec
@@ -39,6 +46,11 @@ ARCHITECTURES = {
     "MixtralForCausalLM": Architecture(expert_families.read_mixtral),
     "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
     "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),
+    "Qwen3NextForCausalLM": Architecture(delta_rule_families.read_qwen3_next),
+    "Qwen3_5ForCausalLM": Architecture(delta_rule_families.read_qwen3_5),
+    "Qwen3_5ForConditionalGeneration": Architecture(delta_rule_families.read_qwen3_5_with_vision),  # its text
+    "Qwen3_5MoeForCausalLM": Architecture(delta_rule_families.read_qwen3_5_moe),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(delta_rule_families.read_qwen3_5_moe_with_vision),  # its text
     "OPTForCausalLM": Architecture(families.read_opt, "opt:OPT"),
     "GPT2LMHeadModel": Architecture(families.read_gpt2),
     "JambaForCausalLM": Architecture(state_families.read_jamba),

@@ -6,6 +6,7 @@ A model works on tokens and a ForwardContext; batching, the cache and sampling a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.mamba_states import StateCache, StatePlan
+from quire.layers.delta_rule import DeltaRuleMixer
 from quire.layers.embedding import Embedding
 from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
@@ -24,9 +26,9 @@ from quire.layers.norm import LayerNorm, ResidualSum, RMSNorm
 from quire.layers.pipeline import make_layers
 from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.sharding import shard_heads, shard_vocab
+from quire.layers.sharding import ShardRange, shard_heads, shard_vocab
 from quire.layers.softcap import Softcap
-from quire.layers.state_config import MambaConfig, StateMixerConfig
+from quire.layers.state_config import DeltaRuleConfig, MambaConfig, StateMixerConfig
 from quire.layers.state_mixer import StateMixer
 from quire.models.architectures import read_model_config
 from quire.models.decoder_config import DecoderConfig
@@ -37,7 +39,8 @@ from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 class Attention(nn.Module):
     """Queries, keys and values from one product, or queries alone if the layer shares another's keys and values; their
-    norms and rotation, if any; attention through the context; the output projection. Ranks divide the heads."""
+    norms and rotation, if any; attention through the context; its product with the sigmoid of gates, if any; the output
+    projection. Ranks divide the heads. The product has the gates first."""
 
     __call__: Callable[..., Tensor]
 
@@ -50,7 +53,9 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.rotary = layer, s.head_dim, rotary
         queries, keys = shard_heads(shard, s.heads, s.kv_heads, s.head_dim)
         shares_kv = s.layers[layer].kv_sharing_layer is not None
-        products = (queries,) if shares_kv else (queries, keys, keys)
+        self.gate_heads = queries.padded // s.head_dim if s.attention_gate else 0
+        rows = _twice(queries) if s.attention_gate else queries
+        products = (rows,) if shares_kv else (rows, keys, keys)
         self.qkv = Linear(inputs or s.hidden, products, s.qkv_bias, dtype, device)
         self.out = Linear(queries, s.hidden, s.out_bias, dtype, device)
         self.head_norms = self.projection_norms = None
@@ -67,10 +72,23 @@ class Attention(nn.Module):
             for norm, part in zip(self.projection_norms, qkv.split(self.qkv.output_sizes, dim=1)):
                 norm.normalize_(part)
         qkv = qkv.view(len(x), -1, self.head_dim)
-        return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
+        if not self.gate_heads:
+            return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
+        gate, qkv = qkv[:, : self.gate_heads], qkv[:, self.gate_heads :]
+        out = ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
+        return out * (ctx.select_logits_rows(gate) if last else gate).flatten(1).sigmoid()
 
 
-STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {MambaConfig: MambaMixer}
+def _twice(rows: ShardRange) -> ShardRange:
+    """Return the rows of a product that has two for each of `rows`."""
+    local = range(2 * rows.local.start, 2 * rows.local.stop)
+    return replace(rows, local=local, total=2 * rows.total, padded=2 * rows.padded)
+
+
+STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {
+    MambaConfig: MambaMixer,
+    DeltaRuleConfig: DeltaRuleMixer,
+}
 """The mixers with states, by their declarations."""
 
 
@@ -122,6 +140,47 @@ class DecoderLayer(nn.Module):
         """Run the feed-forward block, if there is one."""
         mlp = self.mlp or self.experts
         return x, delta if mlp is None else mlp(self.mlp_norm(x, delta))
+
+
+def arrange_rows(model: nn.Module, s: DecoderConfig, sources: dict[str, WeightSource]) -> dict[str, WeightSource]:
+    """Return the sources of a model's parameters with the order of their rows in the checkpoint, where it is another
+    one than in the parameter."""
+    turned = any(rope.partial_rotary_factor < 1 for rope in s.ropes)
+    arranged = {}
+    for name, source in sources.items():
+        path, _, kind = name.rpartition(".")
+        module = model.get_submodule(path)
+        if path.startswith("layers.") and path.endswith(".attention.qkv"):
+            assert isinstance(module, Linear), f"{name} is no weight of a linear layer"
+            if s.grouped_qkv:
+                source = source._replace(group_rows=(s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim))
+            if turned or s.attention_gate:
+                source = source._replace(row_order=_qkv_row_order(s, *module.output_sizes))
+        elif path.endswith((".attention.q_norm", ".attention.k_norm")) and s.qk_norm == "head" and turned:
+            [rope] = s.ropes
+            source = source._replace(row_order=tuple(rope.rotary_order(s.head_dim)))
+        elif isinstance(s.state_mixer, DeltaRuleConfig) and len(source.tensors) == 1 and kind == "weight":
+            # A tensor that has all of a product has it by key heads.
+            w = s.state_mixer
+            shared = w.heads // w.key_heads
+            if path.endswith(".mixer.in_proj"):
+                values = shared * w.value_dim
+                source = source._replace(group_rows=(w.key_dim, w.key_dim, values, values))
+            elif path.endswith(".mixer.ba_proj"):
+                source = source._replace(group_rows=(shared, shared))
+        arranged[name] = source
+    return arranged
+
+
+def _qkv_row_order(s: DecoderConfig, queries: int, keys: int, values: int) -> tuple[int, ...]:
+    """Return the row order of a qkv weight with these numbers of rows: gates first, which a checkpoint has after each
+    head's queries; queries and keys as rotation needs them; values unchanged."""
+    [rope], dim, gates = s.ropes, s.head_dim, int(s.attention_gate)
+    turned = rope.rotary_order(dim)
+    heads = range(0, queries, (1 + gates) * dim)
+    order = [head + dim + row for head in heads for row in range(gates * dim)]
+    order += [head + row for head in (*heads, *range(queries, queries + keys, dim)) for row in turned]
+    return (*order, *range(queries + keys, queries + keys + values))
 
 
 def make_norm(
@@ -237,26 +296,8 @@ class Decoder(ShardedModule):
 
     def weight_sources(self) -> dict[str, WeightSource]:
         """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
-        s = self.config
-        sources = expand_weight_names(self, s.weight_names, s.transposed_weights)
-        for name, source in sources.items():
-            if not (name.startswith("layers.") and name.endswith(".attention.qkv.weight")):
-                continue
-            if s.grouped_qkv:
-                sizes = s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim
-                sources[name] = source._replace(group_rows=sizes)
-            if any(rope.partial_rotary_factor < 1 for rope in s.ropes):
-                sources[name] = source._replace(row_order=self._qkv_row_order(name))
-        return sources
-
-    def _qkv_row_order(self, name: str) -> tuple[int, ...]:
-        """Return the row order of a qkv weight: queries and keys as rotation needs them, values unchanged."""
-        qkv, [rope] = self.get_submodule(name.rpartition(".")[0]), self.config.ropes
-        assert isinstance(qkv, Linear), f"{name} is no weight of a linear layer"
-        *rotated, values = qkv.output_sizes
-        dim, end = self.config.head_dim, sum(rotated)
-        heads = [head + row for head in range(0, end, dim) for row in rope.rotary_order(dim)]
-        return (*heads, *range(end, end + values))
+        sources = expand_weight_names(self, self.config.weight_names, self.config.transposed_weights)
+        return arrange_rows(self, self.config, sources)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:

@@ -42,7 +42,9 @@ class DecoderConfig:
     `pre_norms` x += norm(f(x)). Norms are RMS norms, with `norm_offset` of weights stored minus one, or with
     `layer_norm` layer norms. `qk_norm`: queries and keys are normalised, "head" each head, "projection" all heads
     together. Products of queries and keys are multiplied by `scale` (None: head_dim ** -0.5) and bounded by `softcap`,
-    logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by `embed_scale`.
+    logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by `embed_scale`. With
+    `attention_gate` each number of an attention's output is multiplied by the sigmoid of a gate, which a checkpoint has
+    among the queries: for each head its queries, then its gates.
 
     `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
     `position_offset`. `extra_tokens` have embeddings, but are never generated. `experts` are those of layers that have
@@ -70,6 +72,7 @@ class DecoderConfig:
     post_norms: bool = False
     final_norm: bool = True
     qk_norm: str = ""
+    attention_gate: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -155,6 +158,7 @@ class DecoderConfig:
             total += 0 if self.state_mixer is None else self.state_mixer.parameters
         else:
             rows = queries if layer.kv_sharing_layer is not None else queries + 2 * keys
+            rows += queries if self.attention_gate else 0
             total += h * (rows + queries) + self.qkv_bias * rows + self.out_bias * h
             total += {"": 0, "head": 2 * self.head_dim, "projection": queries + keys}[self.qk_norm]
             total += 2 * self.head_dim + 2 if layer.mixer == "cross" else 0  # norms of a head, and gates

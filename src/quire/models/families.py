@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.errors import StartupError, short_repr
 from quire.layers.rope_config import RopeConfig
-from quire.models.config_reader import ConfigReader
+from quire.models.config_reader import REQUIRED, ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.layer_types import (
     FULL,
@@ -87,10 +87,10 @@ def declare(fields: ConfigReader, **declared: Any) -> DecoderConfig:
 
 def declare_gated(
     fields: ConfigReader, layers: Iterable[LayerConfig], max_len: int, *, kv_heads: int | None = None,
-    head_dim: int | None = None, tied: bool = False, **declared: Any,
+    head_dim: int | None = None, intermediate: Any = REQUIRED, tied: bool = False, **declared: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a model with the keys that Llama's relatives share. `kv_heads`, `head_dim` and `tied` are defaults; others
-    are those of Llama."""
+    """Return a model with the keys that Llama's relatives share. `kv_heads`, `head_dim`, `intermediate` and `tied` are
+    defaults; others are those of Llama."""
     hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
     kv_heads, head_dim = read_heads(fields, heads, kv_heads or heads, head_dim or hidden // heads)
     if head_dim % 2 or not head_dim:
@@ -117,7 +117,7 @@ def declare_gated(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=fields.get_int("intermediate_size"),
+        intermediate=fields.get_int("intermediate_size", intermediate),
         tied=fields.get_bool("tie_word_embeddings", tied),
         max_len=max_len,
         layers=tuple(layer._replace(budget=budget) for layer, budget in zip(layers, budgets)),
@@ -192,7 +192,7 @@ def read_internlm2(fields: ConfigReader) -> DecoderConfig:
 def read_phi3(fields: ConfigReader) -> DecoderConfig:
     """Phi-3 (Abdin et al., 2024): stacked weights, LongRoPE, heads that may be rotated in part."""
     fields.require_value("kv_sharing", None)
-    rope, max_len = read_rope(fields, partial=True)
+    rope, max_len = read_rope(fields, partial=1.0)
     window = fields.get_int("sliding_window", None)
     layer = LayerConfig(None if window is None or window >= max_len else window, rope=rope)
     return declare_gated(fields, [layer] * read_layer_count(fields), max_len, weight_names=PHI3_NAMES)
@@ -255,12 +255,17 @@ def read_gemma3(fields: ConfigReader) -> DecoderConfig:
 
 
 def read_gemma3_with_vision(fields: ConfigReader) -> DecoderConfig:
-    """The text model of a Gemma-3 with a vision tower. tie_word_embeddings is read from the outer config."""
+    """The text model of a Gemma-3 with a vision tower."""
+    return read_gemma3(text_section(fields, GEMMA3_TEXT_DEFAULTS))
+
+
+def text_section(fields: ConfigReader, defaults: dict[str, Any]) -> ConfigReader:
+    """Return the config of the text of a model with a vision tower. tie_word_embeddings is read from the outer
+    config."""
     read_checkpoint_scheme(fields.config)
     tied = fields.config.get("tie_word_embeddings")
     outer = {} if tied is None else {"tie_word_embeddings": tied}
-    section = {**GEMMA3_TEXT_DEFAULTS, **fields.get_object("text_config"), **outer}
-    return read_gemma3(ConfigReader(section, f"text_config of {fields.source}"))
+    return ConfigReader({**defaults, **fields.get_object("text_config"), **outer}, f"text_config of {fields.source}")
 
 
 def _declare_gemma(

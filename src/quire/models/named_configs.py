@@ -66,6 +66,15 @@ _QWEN3 = {
     **_QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "eos_token_id": 151645, "head_dim": 128,
 }
 
+# Qwen3-Next-80B-A3B-Instruct. The 5,120 columns of its intermediate_size are not used: all layers have experts.
+_QWEN3_NEXT_80B = {
+    **_QWEN, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "eos_token_id": 151645,
+    "head_dim": 256, "partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}
+
 
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
@@ -238,6 +247,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba-2.8b": _mamba(2560, 64),
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
     "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE),
+    "qwen3-next-80b-a3b": _llama(2048, 48, 16, 2, 5120, 151936, 262144, **_QWEN3_NEXT_80B),
     **VISION_LANGUAGE_CONFIGS,
 }
 # fmt: on

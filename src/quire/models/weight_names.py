@@ -15,7 +15,8 @@ the names of both, * stands for the layer's number."""
 
 
 class WeightSource(NamedTuple):
-    """A parameter consists of the rows of `tensors`, concatenated, `rows` of each. `transpose`: the checkpoint has them
+    """A parameter consists of the rows of `tensors`, concatenated, `rows` of each. If there are fewer tensors than
+    stacked projections, the first tensor has the first ones. `transpose`: the checkpoint has them
     as [in, out]. `group_rows`: the tensor's rows are in groups, with this number of rows of each part; the parameter
     has the parts one after another. `row_order`: the tensor's row numbers in the parameter's order, if different."""
 
@@ -35,8 +36,11 @@ def expand_weight_names(model: nn.Module, table: WeightNames, transposed: str = 
     for name, parameter in model.named_parameters():
         if name.partition(".")[0] in children:
             continue
-        tensors, rows = _lookup(table, name), getattr(model.get_submodule(name.rpartition(".")[0]), "output_sizes", ())
-        if not isinstance(rows, tuple) or len(rows) != len(tensors):  # equal parts
+        tensors, sizes = _lookup(table, name), getattr(model.get_submodule(name.rpartition(".")[0]), "output_sizes", ())
+        if isinstance(sizes, tuple) and len(sizes) >= len(tensors):
+            first = len(sizes) - len(tensors) + 1
+            rows = (sum(sizes[:first]), *sizes[first:])
+        else:  # equal parts
             rows = (len(parameter) // len(tensors),) * len(tensors)
         flip = bool(transposed) and parameter.dim() == 2 and re.search(transposed, name) is not None
         sources[name] = WeightSource(tensors, rows, flip)
@@ -70,3 +74,7 @@ MAMBA_NAMES: WeightNames = {
     **{f"norms.{i}": f"{x}_layernorm" for i, x in enumerate(("dt", "b", "c"))},
 }  # fmt: skip
 """The names of a Mamba layer's mixer (quire.layers.mamba)."""
+DELTA_RULE_NAMES: WeightNames = {
+    "conv_weight": "conv1d.weight", "dt_bias": "dt_bias", "A_log": "A_log", "norm": "norm", "out": "out_proj",
+}  # fmt: skip
+"""The names of a mixer with the gated delta rule (quire.layers.delta_rule), but for its products of the input."""

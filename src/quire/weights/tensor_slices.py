@@ -67,8 +67,8 @@ def tensor_slices(model: Model, name: str, source: WeightSource) -> tuple[Tensor
         return (None,) * len(source.tensors)
     columns, parameter = shards.columns, model.get_parameter(name)
     width = tuple(parameter.shape[1:]) if columns is None else (columns.total,)
-    separate = len(shards.rows) == len(source.tensors)
-    by_tensor: list[tuple[ShardRange, ...]] = [(rows,) for rows in shards.rows] if separate else [shards.rows]
+    first = len(shards.rows) - len(source.tensors) + 1  # projections of the first tensor
+    by_tensor = [shards.rows[:first], *((rows,) for rows in shards.rows[first:])]
     return tuple(
         TensorSlice(
             (sum(rows.total for rows in parts), *width),
