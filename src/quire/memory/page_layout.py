@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from quire.config import PAGE_TABLE_MEMORIES, EngineConfig
 from quire.errors import StartupError
 from quire.memory.jenga.page_sizes import (
+    MAX_LARGE_BYTES,
     PAGE_ALIGNMENT,
     LayerType,
     max_large_bytes,
@@ -208,7 +209,17 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
                 f"--page-sizes is gcd, and no sets of layers have equal bytes: {shown}"[:400], PAGE_SIZE_HINT
             )
         return [layers[at : at + n] for layers, n in zip(sets, counts) for at in range(0, len(layers), n)]
+    if config.experiment.page_sizes == "lcm" and len(sets) > 1:
+        sets = [part for layers in sets for part in _split_states(spec, layers)]
     return sets + embed_groups
+
+
+def _split_states(spec: ModelSpec, layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield the layers of a group in equal parts, as few as have states that fit in a large page of any pool."""
+    states = sum(spec.layers[i].state_bytes for i in layers)
+    least = -(-states // MAX_LARGE_BYTES)
+    size = next((n for n in range(len(layers), 0, -1) if len(layers) % n == 0 and len(layers) >= n * least), 1)
+    yield from (layers[at : at + size] for at in range(0, len(layers), size))
 
 
 def _is_state(spec: ModelSpec, layers: Sequence[int]) -> bool:
