@@ -274,6 +274,12 @@ class Decoder(ShardedModule):
             ctx.hidden_states.store_final(hidden)
         return hidden
 
+    @property
+    def can_cut_attention(self) -> bool:
+        """True if the last layer's mixer may compute all tokens in one graph up to its keys and values, or its states,
+        and the outputs of some rows in another, for `finish_selected`. Gates would be missing there."""
+        return not self.config.attention_gate
+
     def finish_selected(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Run what follows the last mixer, for the selected tokens: return hidden states [R, hidden]."""
         return self.norm(*self.layers[-1].feed_forward(x, mixed))
