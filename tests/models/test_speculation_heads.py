@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dense_context import DenseContext
-from published_heads import DRAFTED, HEAD, TARGET, VOCAB, PublishedEagle3, mimo, randomized, saved
+from published_heads import DRAFTED, HEAD, TARGET, VOCAB, PublishedEagle3, mimo, qwen, randomized, saved
 from safetensors.torch import load_file, save_file
 from test_against_transformers import built
 from thread_ranks import Meeting, ThreadExchange
@@ -126,9 +126,20 @@ def test_an_eagle3_head_as_it_is_published(case: str, tmp_path: Path) -> None:
         tmp_path / "head", full).parameters())  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_mtp_layer_of_mimo(tied: bool, tmp_path: Path) -> None:
-    theirs, layer = mimo(tmp_path, tie_word_embeddings=tied)
+ATTENTION = {"layer_types": ["full_attention"] * 3}
+MTP: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "mimo": (mimo, {}),
+    "mimo, tied": (mimo, {"tie_word_embeddings": True}),
+    "qwen3_next": (qwen, ATTENTION),
+    "qwen3_next, no experts": (qwen, {**ATTENTION, "decoder_sparse_step": 2, "attention_bias": True}),
+    "qwen3_5": (qwen, {**ATTENTION, "kind": "qwen3_5_text", "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("case", MTP)
+def test_the_mtp_layer_as_it_is_published(case: str, tmp_path: Path) -> None:
+    make, settings = MTP[case]
+    theirs, layer = make(tmp_path, **settings)
     config, target = read_config(tmp_path), built(tmp_path)
     spec, full = read_spec(config), mtp_config(config, read_spec(config))
     head = head_of(tmp_path, full)

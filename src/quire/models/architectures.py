@@ -67,6 +67,9 @@ HEADS = {
     head_config.EAGLE3: Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),
     "LlamaForCausalLMEagle3": Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),
     head_config.MTP: Architecture(head_config.read_mimo_mtp, "speculation_heads:MtpHead"),
+    head_config.QWEN3_NEXT_MTP: Architecture(head_config.read_qwen3_next_mtp, "speculation_heads:MtpHead"),
+    head_config.QWEN3_5_MTP: Architecture(head_config.read_qwen3_5_mtp, "speculation_heads:MtpHead"),
+    head_config.QWEN3_5_MOE_MTP: Architecture(head_config.read_qwen3_5_moe_mtp, "speculation_heads:MtpHead"),
 }
 """Speculation heads, which are used beside a model."""
 

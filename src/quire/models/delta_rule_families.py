@@ -22,6 +22,8 @@ LINEAR = "linear_attention"
 """The layer type of layers with the gated delta rule."""
 MAX_HEAD_DIM, MAX_HEADS = 256, 2**12
 """Limits of the heads of the gated delta rule."""
+PARTIAL = 0.25
+"""The part of a head that is rotated, unless config.json has one."""
 THEIR_MIXER = "layers.*.linear_attn."
 NAMES: WeightNames = {**LLAMA_NAMES, **prefixed("layers.*.mixer", THEIR_MIXER, DELTA_RULE_NAMES)}
 QWEN3_NEXT_NAMES: WeightNames = {
@@ -39,10 +41,14 @@ QWEN3_5_NAMES: WeightNames = {
 def read_qwen3_next(fields: ConfigReader) -> DecoderConfig:
     """Qwen3-Next (Qwen team, 2025): experts and a shared one in all layers, or those of `decoder_sparse_step` and
     `mlp_only_layers`."""
-    shared = fields.get_int("shared_expert_intermediate_size", 512)
-    experts = read_qwen_experts(fields, (512, 10, 512), shared, renormalize=True)
-    sparse = read_sparse_layers(fields)
+    experts, sparse = read_qwen3_next_experts(fields), read_sparse_layers(fields)
     return _declare(fields, experts if sparse else None, sparse, QWEN3_NEXT_NAMES, kv_heads=2, intermediate=5632)
+
+
+def read_qwen3_next_experts(fields: ConfigReader) -> ExpertsConfig:
+    """Return the experts of a Qwen3-Next."""
+    shared = fields.get_int("shared_expert_intermediate_size", 512)
+    return read_qwen_experts(fields, (512, 10, 512), shared, renormalize=True)
 
 
 def read_qwen3_5(fields: ConfigReader) -> DecoderConfig:
@@ -52,11 +58,15 @@ def read_qwen3_5(fields: ConfigReader) -> DecoderConfig:
 
 def read_qwen3_5_moe(fields: ConfigReader) -> DecoderConfig:
     """Qwen3.5 with experts and a shared one in all layers."""
+    experts, sparse = read_qwen3_5_experts(fields), range(read_layer_count(fields))
+    return _declare(fields, experts, sparse, QWEN3_5_NAMES, kv_heads=2, intermediate=experts.intermediate)
+
+
+def read_qwen3_5_experts(fields: ConfigReader) -> ExpertsConfig:
+    """Return the experts of a Qwen3.5."""
     fields.require_value("norm_topk_prob", True)
     shared = fields.get_int("shared_expert_intermediate_size", 512)
-    experts = read_qwen_experts(fields, (256, 8, 512), shared, renormalize=True)
-    sparse = range(read_layer_count(fields))
-    return _declare(fields, experts, sparse, QWEN3_5_NAMES, kv_heads=2, intermediate=experts.intermediate)
+    return read_qwen_experts(fields, (256, 8, 512), shared, renormalize=True)
 
 
 def read_qwen3_5_with_vision(fields: ConfigReader) -> DecoderConfig:
@@ -79,8 +89,7 @@ def _declare(
     fields.require_value("kv_sharing", None)
     fields.require_value("pyramid_kv", None)
     fields.require_value("use_sliding_window", False)
-    fields.require_value("attn_output_gate", True)
-    rope, max_len = read_rope(fields, partial=0.25)
+    rope, max_len = read_rope(fields, partial=PARTIAL)
     count, interval = read_layer_count(fields), fields.get_int("full_attention_interval", 4, MAX_LAYERS)
     types = read_layer_types(fields, (FULL, LINEAR))
     attends = range(interval - 1, count, interval) if types is None else [i for i in range(count) if types[i] == FULL]
@@ -96,11 +105,7 @@ def _declare(
         fields,
         layers,
         max_len,
-        head_dim=256,
-        norm_offset=True,
-        qk_norm="head",
-        attention_gate=True,
-        **read_biases(fields),
+        **read_gated_attention(fields),
         state_mixer=_read_mixer(fields) if len(attends) < count else None,
         experts=experts,
         weight_names=names if experts is None else {**names, **qwen_expert_names(experts)},
@@ -108,6 +113,13 @@ def _declare(
         ignored_weights=(r"mtp\..*", r"visual\..*"),
         **declared,
     )
+
+
+def read_gated_attention(fields: ConfigReader) -> dict[str, Any]:
+    """Return what these families declare of their attention, and of all norms."""
+    fields.require_value("attn_output_gate", True)
+    declared = {"head_dim": 256, "norm_offset": True, "qk_norm": "head", "attention_gate": True}
+    return {**declared, **read_biases(fields)}
 
 
 def _read_mixer(fields: ConfigReader) -> DeltaRuleConfig:
