@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from quire.layers.linear import Linear
 from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
 from quire.models.quantization import FP8_ON_LOAD, SCHEMES_ON_LOAD, FP8Scheme, LowBitScheme, resolve_fp8_scheme
+from quire.models.weight_names import WeightSource
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 from quire.weights import dummy, fp8, loader, low_bit
 from quire.weights.checkpoint_files import read_config
@@ -60,6 +62,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
                   "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
                   "mlp_only_layers": [1]},
     "mamba": {**named_config("mamba-2.8b"), "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 331},
+    **{name: {**named_config("qwen3-next-80b-a3b"), **KEYS, "architectures": [architecture], "num_experts": 4,
+              "full_attention_interval": 2, "head_dim": 16, "moe_intermediate_size": 32, "linear_num_key_heads": 8,
+              "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+              "num_experts_per_tok": 2}
+       for name, architecture in (("qwen3_next", "Qwen3NextForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM"))},
 }  # fmt: skip
 
 
@@ -73,11 +80,25 @@ def publish(config: dict[str, Any], folder: Path) -> Any:
     fill_dummy_weights(model, 5)
     parameters = dict(model.named_parameters())
     for name, stored in model.weight_sources().items():
-        for tensor, rows in zip(stored.tensors, parameters[name].split(stored.rows)):
+        starts = accumulate(stored.rows, initial=0)
+        for tensor, rows, start in zip(stored.tensors, parameters[name].split(stored.rows), starts):
+            rows = as_published(rows, stored, start)
             tensors[tensor] = (rows.t() if stored.transpose else rows).contiguous()
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return model
+
+
+def as_published(rows: Tensor, stored: WeightSource, start: int) -> Tensor:
+    """The rows of a tensor in the checkpoint's order, from those of a parameter from `start` on."""
+    if stored.row_order:
+        order = torch.tensor(stored.row_order[start : start + len(rows)]) - start
+        rows = torch.empty_like(rows).index_copy_(0, order, rows)
+    if stored.group_rows and not start:
+        groups = len(rows) // sum(stored.group_rows)
+        parts = rows.split([groups * size for size in stored.group_rows])
+        rows = torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    return rows
 
 
 class Counting:

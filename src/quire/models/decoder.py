@@ -6,7 +6,6 @@ A model works on tokens and a ForwardContext; batching, the cache and sampling a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from quire.layers.norm import LayerNorm, ResidualSum, RMSNorm
 from quire.layers.pipeline import make_layers
 from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
-from quire.layers.sharding import ShardRange, shard_heads, shard_vocab
+from quire.layers.sharding import shard_heads, shard_vocab
 from quire.layers.softcap import Softcap
 from quire.layers.state_config import DeltaRuleConfig, MambaConfig, StateMixerConfig
 from quire.layers.state_mixer import StateMixer
@@ -54,8 +53,7 @@ class Attention(nn.Module):
         queries, keys = shard_heads(shard, s.heads, s.kv_heads, s.head_dim)
         shares_kv = s.layers[layer].kv_sharing_layer is not None
         self.gate_heads = queries.padded // s.head_dim if s.attention_gate else 0
-        rows = _twice(queries) if s.attention_gate else queries
-        products = (rows,) if shares_kv else (rows, keys, keys)
+        products = (queries,) * (1 + s.attention_gate) + (() if shares_kv else (keys, keys))
         self.qkv = Linear(inputs or s.hidden, products, s.qkv_bias, dtype, device)
         self.out = Linear(queries, s.hidden, s.out_bias, dtype, device)
         self.head_norms = self.projection_norms = None
@@ -77,12 +75,6 @@ class Attention(nn.Module):
         gate, qkv = qkv[:, : self.gate_heads], qkv[:, self.gate_heads :]
         out = ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
         return out * (ctx.select_logits_rows(gate) if last else gate).flatten(1).sigmoid()
-
-
-def _twice(rows: ShardRange) -> ShardRange:
-    """Return the rows of a product that has two for each of `rows`."""
-    local = range(2 * rows.local.start, 2 * rows.local.stop)
-    return replace(rows, local=local, total=2 * rows.total, padded=2 * rows.padded)
 
 
 STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {
@@ -154,6 +146,8 @@ def arrange_rows(model: nn.Module, s: DecoderConfig, sources: dict[str, WeightSo
             assert isinstance(module, Linear), f"{name} is no weight of a linear layer"
             if s.grouped_qkv:
                 source = source._replace(group_rows=(s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim))
+            if s.attention_gate:
+                source = source._replace(group_rows=(s.head_dim, s.head_dim))
             if turned or s.attention_gate:
                 source = source._replace(row_order=_qkv_row_order(s, *module.output_sizes))
         elif path.endswith((".attention.q_norm", ".attention.k_norm")) and s.qk_norm == "head" and turned:
@@ -172,15 +166,16 @@ def arrange_rows(model: nn.Module, s: DecoderConfig, sources: dict[str, WeightSo
     return arranged
 
 
-def _qkv_row_order(s: DecoderConfig, queries: int, keys: int, values: int) -> tuple[int, ...]:
-    """Return the row order of a qkv weight with these numbers of rows: gates first, which a checkpoint has after each
-    head's queries; queries and keys as rotation needs them; values unchanged."""
-    [rope], dim, gates = s.ropes, s.head_dim, int(s.attention_gate)
-    turned = rope.rotary_order(dim)
-    heads = range(0, queries, (1 + gates) * dim)
-    order = [head + dim + row for head in heads for row in range(gates * dim)]
-    order += [head + row for head in (*heads, *range(queries, queries + keys, dim)) for row in turned]
-    return (*order, *range(queries + keys, queries + keys + values))
+def _qkv_row_order(s: DecoderConfig, *sizes: int) -> tuple[int, ...]:
+    """Return the row order of a qkv weight of projections with these `sizes`: gates before queries; queries and keys as
+    rotation needs them; values unchanged."""
+    [rope], dim = s.ropes, s.head_dim
+    gates = sizes[0] if s.attention_gate else 0
+    *turned, values = sizes[1:] if s.attention_gate else sizes
+    starts = (*range(0, turned[0], dim), *range(turned[0] + gates, gates + sum(turned), dim))
+    heads = [head + row for head in starts for row in rope.rotary_order(dim)]
+    end = gates + sum(turned)
+    return (*range(turned[0], turned[0] + gates), *heads, *range(end, end + values))
 
 
 def make_norm(

@@ -16,9 +16,10 @@ the names of both, * stands for the layer's number."""
 
 class WeightSource(NamedTuple):
     """A parameter consists of the rows of `tensors`, concatenated, `rows` of each. If there are fewer tensors than
-    stacked projections, the first tensor has the first ones. `transpose`: the checkpoint has them
-    as [in, out]. `group_rows`: the tensor's rows are in groups, with this number of rows of each part; the parameter
-    has the parts one after another. `row_order`: the tensor's row numbers in the parameter's order, if different."""
+    stacked projections, the first tensor has the first ones. `transpose`: the checkpoint has them as [in, out].
+    `group_rows`: the first tensor's rows are in groups, with this number of rows of each part; the parameter has the
+    parts one after another. `row_order`: the tensor's row numbers, after that, in the parameter's order, if
+    different."""
 
     tensors: tuple[str, ...]
     rows: tuple[int, ...]

@@ -46,6 +46,7 @@ def fill_dummy_weights(
     products, noise = (numbers.float() * scale).to(first.dtype), noise.to(first.dtype)
     fp8 = find_fp8_tensors(model, scheme) if isinstance(scheme, FP8Scheme) else {}
     formats = choose_formats(model, scheme) if isinstance(scheme, LowBitScheme) else {}
+    sources = model.weight_sources() if formats else {}
     at, modules = 0, dict(model.named_modules())
     zero_padding(model)
     for path, full_module in (model if full_model is None else full_model).named_modules():
@@ -62,7 +63,8 @@ def fill_dummy_weights(
                 initial = module.initial_values[name](parameter.new_empty(channels.total, *parameter.shape[1:]))
                 parameter.copy_(initial[channels.local.start : channels.local.stop])
             elif f"{path}.{name}" in formats:
-                at = _fill_low_bit(model, f"{path}.{name}", formats[f"{path}.{name}"], noise, at)
+                kinds, sizes = formats[f"{path}.{name}"], sources[f"{path}.{name}"].rows
+                at = _fill_low_bit(model, f"{path}.{name}", kinds, sizes, noise, at)
             else:
                 source = products if all(fp8.get(f"{path}.{name}", (False,))) else noise
                 if (scales := get_scale(model, f"{path}.{name}")) is not None:
@@ -86,14 +88,17 @@ def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> 
     return sum(rows.total for rows in shards.rows) * width
 
 
-def _fill_low_bit(model: Model, name: str, formats: tuple[LowBitFormat, ...], noise: Tensor, offset: int) -> int:
-    """Fill a low-bit weight, or one with the same values in the model's dtype, as `_fill_shard` does."""
+def _fill_low_bit(
+    model: Model, name: str, formats: tuple[LowBitFormat, ...], sizes: tuple[int, ...], noise: Tensor, offset: int
+) -> int:
+    """Fill a low-bit weight, or one with the same values in the model's dtype, as `_fill_shard` does. Its parts have
+    these `formats` and `sizes`."""
     parameter, layer = model.get_parameter(name), low_bit.low_bit_layers(model)[name]
     shards = ParameterShards(layer.row_shards, layer.column_shard if layer.column_shard.is_sharded else None)
     numbers = torch.zeros(parameter.shape, dtype=noise.dtype, device=noise.device)
     offset = _fill_shard(numbers, shards, noise, offset)
-    sizes = list(layer.output_sizes) if len(formats) > 1 else [len(parameter)]
-    for part, (rows, values) in enumerate(zip(torch.split(parameter.data, sizes), torch.split(numbers, sizes))):
+    pieces = (torch.split(whole, list(sizes)) for whole in (parameter.data, numbers))
+    for part, (rows, values) in enumerate(zip(*pieces)):
         low_bit.set_rows(rows, layer, part, partial(low_bit.quantize, values, formats[part]))
     return offset
 

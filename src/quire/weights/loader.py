@@ -258,9 +258,10 @@ def build_targets(
         ):
             order = tuple(row - start for row in source.row_order[start : start + len(rows)])
             is_fp8 = fp8[name][part] if name in fp8 else False
+            groups = () if part else source.group_rows
             target = LoadTarget(
-                rows, source.transpose, is_fp8, scales[part], source.group_rows, part_formats[part], layers.get(name),
-                part, whole, row_order=order,
+                rows, source.transpose, is_fp8, scales[part], groups, part_formats[part], layers.get(name), part, whole,
+                row_order=order,
             )  # fmt: skip
             if tensor_slice is not None:  # it is read in the parameter's order, and padding may follow
                 count = tensor_slice.num_rows

@@ -72,10 +72,11 @@ def tensor_slices(model: Model, name: str, source: WeightSource) -> tuple[Tensor
     return tuple(
         TensorSlice(
             (sum(rows.total for rows in parts), *width),
-            tuple(_row_ranges(parts, source.group_rows or tuple(rows.total for rows in parts))) or (range(0),),
+            tuple(_row_ranges(parts, (not i and source.group_rows) or tuple(rows.total for rows in parts)))
+            or (range(0),),
             None if columns is None else columns.local,
         )
-        for parts in by_tensor
+        for i, parts in enumerate(by_tensor)
     )
 
 
