@@ -181,7 +181,12 @@ def test_every_declared_family_has_a_case() -> None:
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "GPT2LMHeadModel",
-        *("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"),  # tests/test_state_logits.py
+        *(
+            "JambaForCausalLM",
+            "MambaForCausalLM",
+            "FalconMambaForCausalLM",
+            "Lfm2ForCausalLM",
+        ),  # tests/test_state_logits.py
     }
     assert declared == {f"{name}ForCausalLM" for name, _ in CASES.values()} & declared | elsewhere
 

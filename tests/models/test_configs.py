@@ -55,7 +55,7 @@ def test_declared_parameters_are_those_of_the_tensors(architecture: str, ranks: 
     """With all biases, whole and divided."""
     named = next((name for name, config in CONFIGS.items() if config["architectures"] == [architecture]), "llama-125m")
     config = {**named_config(SHAPES.get(architecture, named)), "architectures": [architecture]}
-    config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias"), True)
+    config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias", "conv_bias"), True)
     config |= {"tie_word_embeddings": tied, "text_config": dict(config)}
     shard = Shard(ranks - 1, ranks)
     model = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), shard)
@@ -208,6 +208,12 @@ OPTIONS["mamba-2.8b"] = [
     ({"time_step_rank": 0.5}, "time_step_rank in config.json must be an integer from 1 to 65536, got 0.5"),
     ({"expand": 1.5}, "expand in config.json must be an integer from 1 to 16, got 1.5"),
     ({"layer_norm_epsilon": 0}, "layer_norm_epsilon in config.json must be a number above 0.*, got 0"),
+]
+OPTIONS["lfm2-1.2b"] = [
+    ({"full_attn_idxs": [16]}, r"full_attn_idxs in config.json is \[16\]. It must list layers from 0 to 15"),
+    ({"layer_types": ["conv", "mamba"] * 8}, "the layer type 'mamba' in config.json is not supported"),
+    ({"conv_L_cache": 1}, "conv_L_cache in config.json must be an integer from 2 to 16, got 1"),
+    ({"block_multiple_of": 2**31 - 1, "block_ffn_dim_multiplier": 1e9}, "result in .* columns. They must result in 1"),
 ]
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
@@ -374,6 +380,18 @@ def test_models_of_experts() -> None:
         assert spec.parameters - experts + experts * spec.active_experts // spec.experts == active
     with pytest.raises(StartupError, match=r"moe_intermediate_size 768\. Use 1, 2, 4, 8, 16 or 32"):
         read_spec(named_config("qwen3-30b-a3b"), Shard(0, 5))
+
+
+def test_layers_of_lfm2() -> None:
+    """LFM2-1.2B: 10 convolutions to 6 layers of attention, with two thirds of block_ff_dim."""
+    config = read_model_config(named_config("lfm2-1.2b"))
+    spec = config.spec()
+    assert (config.intermediate, spec.parameters) == (8192, 1_170_340_608)
+    assert [i for i, layer in enumerate(spec.layers) if not layer.state_tensors] == [2, 5, 8, 10, 12, 14]
+    assert {layer.state_bytes for layer in spec.layers if layer.state_tensors} == {2048 * 2 * 2}
+    given = {**named_config("lfm2-1.2b"), "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 1000}
+    assert read_model_config(given).intermediate == 10_000
+    assert read_model_config({**given, "block_auto_adjust_ff_dim": False}).intermediate == 12288
 
 
 def test_layers_of_jamba() -> None:

@@ -42,7 +42,9 @@ MORE = {
     "hidden_activation": "gelu", "no_rope_layers": [1, 0] * 40, "no_rope_layer_interval": 2,
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
     "mlp_only_layers": [0], "moe_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": True,
-    "shared_expert_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": [0],
+    "block_ff_dim": 64, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+    "tie_embedding": True, "norm_eps": 1e-5,
 }  # fmt: skip
 
 

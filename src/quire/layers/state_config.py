@@ -100,3 +100,38 @@ class MambaConfig(StateMixerConfig):
         ssm = StateTensor("ssm", (self.d_inner, self.d_state), STATE_ITEMSIZE)
         inputs = SavedInput(self.d_inner), SavedInput(self.d_inner), SavedInput(2 * self.d_state, is_fp32=True)
         return LayerSpec(0, 0, state_tensors=(conv, ssm), saved_inputs=inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig(StateMixerConfig):
+    """The gated short convolution of LFM2: of `channels` channels, as many as `hidden` numbers in the undivided model,
+    over `taps` tokens. `bias`: all its products and the convolution have biases."""
+
+    channels: int
+    taps: int
+    bias: bool
+
+    @property
+    def parameters(self) -> int:
+        """See StateMixerConfig."""
+        products = 4 * self.hidden * self.channels + self.bias * (3 * self.channels + self.hidden)
+        return products + self.channels * (self.taps + self.bias)
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """See StateMixerConfig."""
+        return {"hidden_size": self.channels}
+
+    @property
+    def width(self) -> int:
+        """See StateMixerConfig."""
+        return 3 * self.channels
+
+    def divide(self, ranks: int) -> ShortConvConfig:
+        """See StateMixerConfig."""
+        return replace(self, channels=self.channels // ranks)
+
+    def layer_spec(self) -> LayerSpec:
+        """See StateMixerConfig."""
+        conv = StateTensor("conv", (self.channels, self.taps - 1), self.itemsize)
+        return LayerSpec(0, 0, state_tensors=(conv,), saved_inputs=(SavedInput(self.channels),))

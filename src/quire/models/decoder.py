@@ -25,8 +25,9 @@ from quire.layers.pipeline import make_layers
 from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import shard_heads, shard_vocab
+from quire.layers.short_conv import ShortConvMixer
 from quire.layers.softcap import Softcap
-from quire.layers.state_config import MambaConfig, StateMixerConfig
+from quire.layers.state_config import MambaConfig, ShortConvConfig, StateMixerConfig
 from quire.layers.state_mixer import StateMixer
 from quire.models.architectures import read_model_config
 from quire.models.decoder_config import DecoderConfig
@@ -70,7 +71,10 @@ class Attention(nn.Module):
         return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
 
 
-STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {MambaConfig: MambaMixer}
+STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {
+    MambaConfig: MambaMixer,
+    ShortConvConfig: ShortConvMixer,
+}
 """The mixers with states, by their declarations."""
 
 

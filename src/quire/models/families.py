@@ -108,6 +108,8 @@ def declare_gated(
     values = {
         "family": "llama",
         "activation": fields.get_str("hidden_act", "silu"),
+        "intermediate": declared.get("intermediate") or fields.get_int("intermediate_size"),
+        "tied": fields.get_bool("tie_word_embeddings", tied),
         "norm_eps": fields.get_float("rms_norm_eps", 1e-6),
         "weight_names": LLAMA_NAMES,
     }
@@ -117,8 +119,6 @@ def declare_gated(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=fields.get_int("intermediate_size"),
-        tied=fields.get_bool("tie_word_embeddings", tied),
         max_len=max_len,
         layers=tuple(layer._replace(budget=budget) for layer, budget in zip(layers, budgets)),
         selection=selection,

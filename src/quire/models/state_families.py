@@ -1,17 +1,18 @@
-"""The families of models with Mamba layers, as quire.models.families has those without. No torch."""
+"""The families of models with layers that keep a running state, as quire.models.families has others. No torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quire.errors import StartupError
+from quire.errors import StartupError, short_repr
 from quire.layers.experts_config import ExpertsConfig
-from quire.layers.state_config import MambaConfig
-from quire.models.config_reader import ConfigReader
+from quire.layers.state_config import MambaConfig, ShortConvConfig
+from quire.models.config_reader import MAX_SIZE, ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.expert_families import MAX_EXPERTS, expert_names
-from quire.models.families import declare, read_heads
-from quire.models.layer_types import read_layer_count
+from quire.models.families import declare, declare_gated, read_heads
+from quire.models.layer_types import FULL, read_layer_count, read_layer_types
+from quire.models.rope_settings import read_rope
 from quire.models.weight_names import MAMBA_NAMES, WeightNames, prefixed
 
 MAX_D_STATE = 256
@@ -42,6 +43,23 @@ JAMBA_NAMES: WeightNames = {
     "layers.*.mlp.gate_up": tuple(f"layers.*.feed_forward.{x}_proj" for x in ("gate", "up")),
     "layers.*.mlp.down": "layers.*.feed_forward.down_proj",
     "norm": "final_layernorm",
+    "head": "lm_head",
+}
+LFM2_NAMES: WeightNames = {
+    "embed_tokens": "embed_tokens",
+    "layers.*.attention_norm": "layers.*.operator_norm",
+    "layers.*.attention.qkv": tuple(f"layers.*.self_attn.{x}_proj" for x in "qkv"),
+    "layers.*.attention.q_norm": "layers.*.self_attn.q_layernorm",
+    "layers.*.attention.k_norm": "layers.*.self_attn.k_layernorm",
+    "layers.*.attention.out": "layers.*.self_attn.out_proj",
+    "layers.*.mixer.conv_weight": "layers.*.conv.conv.weight",
+    "layers.*.mixer.conv_bias": "layers.*.conv.conv.bias",
+    "layers.*.mixer.in_proj": "layers.*.conv.in_proj",
+    "layers.*.mixer.out": "layers.*.conv.out_proj",
+    "layers.*.mlp_norm": "layers.*.ffn_norm",
+    "layers.*.mlp.gate_up": ("layers.*.feed_forward.w1", "layers.*.feed_forward.w3"),
+    "layers.*.mlp.down": "layers.*.feed_forward.w2",
+    "norm": "embedding_norm",
     "head": "lm_head",
 }
 
@@ -116,6 +134,71 @@ def read_jamba(fields: ConfigReader) -> DecoderConfig:
     )
 
 
+def read_lfm2(fields: ConfigReader) -> DecoderConfig:
+    """LFM2 (Liquid AI, 2025): gated short convolutions, and attention in some layers."""
+    rope, max_len = read_rope(fields, theta=1e6)
+    hidden = fields.get_int("hidden_size")
+    bias = fields.get_bool("conv_bias", False)
+    return declare_gated(
+        fields,
+        [
+            LayerConfig(rope=rope) if attends else LayerConfig(mixer="state")
+            for attends in _read_lfm2_attention_layers(fields)
+        ],
+        max_len,
+        qk_norm="head",
+        norm_eps=fields.get_float("norm_eps", 1e-5),
+        intermediate=_read_lfm2_intermediate(fields),
+        intermediate_key="block_ff_dim",
+        tied=fields.get_bool("tie_embedding", fields.get_bool("tie_word_embeddings", True)),
+        state_mixer=ShortConvConfig(
+            hidden=hidden,
+            itemsize=_read_itemsize(fields),
+            channels=hidden,
+            taps=fields.get_int("conv_L_cache", 3, MAX_D_CONV, MIN_D_CONV),
+            bias=bias,
+        ),
+        weight_names=LFM2_NAMES,
+    )
+
+
+def _read_lfm2_attention_layers(fields: ConfigReader) -> list[bool]:
+    """Return for each layer whether it attends: `layer_types`, else `full_attn_idxs` has it (all if it is absent)."""
+    types, layers = read_layer_types(fields, (FULL, "conv")), range(read_layer_count(fields))
+    if types is not None:
+        return [name == FULL for name in types]
+    attends = fields.config.get("full_attn_idxs")
+    attends = list(layers) if attends is None else attends
+    if not isinstance(attends, list) or not all(type(layer) is int and layer in layers for layer in attends):
+        raise StartupError(
+            f"full_attn_idxs in {fields.source} is {short_repr(attends)}",
+            f"It must list layers from 0 to {len(layers) - 1}",
+        )
+    return [layer in attends for layer in layers]
+
+
+def _read_lfm2_intermediate(fields: ConfigReader) -> int:
+    """Return the columns of a feed-forward block: with `block_auto_adjust_ff_dim` two thirds of `block_ff_dim`, times a
+    factor, rounded up to a multiple."""
+    columns: int = fields.get_int("block_ff_dim", fields.get_int("intermediate_size", 12288))
+    if not fields.get_bool("block_auto_adjust_ff_dim", True):
+        return columns
+    columns, multiple = int(2 * columns / 3), fields.get_int("block_multiple_of", 256)
+    columns = -(-int(fields.get_float("block_ffn_dim_multiplier", 1.0) * columns) // multiple) * multiple
+    if not 1 <= columns <= MAX_SIZE:
+        raise StartupError(
+            f"block_ff_dim and block_ffn_dim_multiplier in {fields.source} result in {columns} columns",
+            f"They must result in 1 to {MAX_SIZE}",
+        )
+    return columns
+
+
+def _read_itemsize(fields: ConfigReader) -> int:
+    """Return the bytes of a number of the checkpoint's dtype."""
+    dtype: Any = fields.config.get("dtype") or fields.config.get("torch_dtype")
+    return ITEMSIZES.get(dtype, 4) if isinstance(dtype, str) else 4
+
+
 def _read_mixer(fields: ConfigReader, hidden: int, keys: tuple[str, ...], norms: str, norm_eps: float) -> MambaConfig:
     """Read a mixer. `keys` are those of d_state, d_conv, the factor from hidden to d_inner, dt_rank, and two biases."""
     fields.require_value("hidden_act", "silu")
@@ -125,7 +208,6 @@ def _read_mixer(fields: ConfigReader, hidden: int, keys: tuple[str, ...], norms:
         raise StartupError(
             f"{expand} times hidden_size in {fields.source} is {inner}", f"At most {MAX_D_INNER} channels"
         )
-    dtype: Any = fields.config.get("dtype") or fields.config.get("torch_dtype")
     return MambaConfig(
         hidden=hidden,
         d_inner=inner,
@@ -139,7 +221,7 @@ def _read_mixer(fields: ConfigReader, hidden: int, keys: tuple[str, ...], norms:
         bias=fields.get_bool(bias, False),
         norms=norms,
         norm_eps=norm_eps,
-        itemsize=ITEMSIZES.get(dtype, 4) if isinstance(dtype, str) else 4,
+        itemsize=_read_itemsize(fields),
     )
 
 
