@@ -28,6 +28,15 @@ JAMBA: dict[str, Any] = {
     "max_position_embeddings": 2048, "num_experts": 4, "attn_layer_period": 3, "attn_layer_offset": 1,
     "mamba_d_state": 8, "use_mamba_kernels": False,
 }  # fmt: skip
+MAMBA2: dict[str, Any] = {
+    **COMMON,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 8,
+    "state_size": 16,
+    "n_groups": 4,
+    "chunk_size": 16,
+}
 LFM2: dict[str, Any] = {
     **COMMON, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 2048, "block_multiple_of": 16, "tie_word_embeddings": True,
@@ -38,6 +47,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba, no experts": ("jamba", {**JAMBA, "num_hidden_layers": 4, "num_experts": 1, "tie_word_embeddings": True}),
     "mamba": ("mamba", {**COMMON, "num_hidden_layers": 3, "state_size": 8, "use_bias": True}),
     "falcon_mamba": ("falcon_mamba", {**COMMON, "num_hidden_layers": 2, "conv_kernel": 3}),
+    "mamba2": ("mamba2", {**MAMBA2, "tie_word_embeddings": True}),
+    "mamba2, one group, biased": (
+        "mamba2",
+        {**MAMBA2, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
+    ),
     "lfm2": ("lfm2", {**LFM2, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "lfm2, biased": ("lfm2", {**LFM2, "full_attn_idxs": [0, 2], "conv_bias": True, "conv_L_cache": 5}),
 }
@@ -145,7 +159,7 @@ def test_dummy_weights_forget_as_an_untrained_model_does(saved: Any) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_from_a_folder(saved: Any, case: str) -> None:
     groups = check_greedy(saved(case), SHORT)
-    alone = CASES[case][0] in ("mamba", "falcon_mamba")
+    alone = CASES[case][0] in ("mamba", "falcon_mamba", "mamba2")
     assert {group.kind for group in groups} == ({"state"} if alone else {"state", "full"})
     [kept] = {group.run_tokens for group in groups if group.kind == "state"}
     assert (kept == 512) == alone, "a memory of other layers' pages has room for more states"

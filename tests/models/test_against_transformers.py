@@ -185,6 +185,7 @@ def test_every_declared_family_has_a_case() -> None:
             "JambaForCausalLM",
             "MambaForCausalLM",
             "FalconMambaForCausalLM",
+            "Mamba2ForCausalLM",
             "Lfm2ForCausalLM",
         ),  # tests/test_state_logits.py
     }

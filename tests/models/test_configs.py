@@ -111,7 +111,7 @@ def test_a_named_config_is_a_fresh_copy() -> None:
         named_config("opt-1t")
 
 
-@pytest.mark.parametrize("architectures", [["Mamba2ForCausalLM"], [], None, "LlamaForCausalLM", [7]])
+@pytest.mark.parametrize("architectures", [["RwkvForCausalLM"], [], None, "LlamaForCausalLM", [7]])
 def test_unknown_architectures_are_refused_with_the_list_of_known_ones(architectures: Any) -> None:
     with pytest.raises(StartupError, match=", ".join(ARCHITECTURES)) as failure:
         resolve_model_class({"architectures": architectures})
@@ -208,6 +208,13 @@ OPTIONS["mamba-2.8b"] = [
     ({"time_step_rank": 0.5}, "time_step_rank in config.json must be an integer from 1 to 65536, got 0.5"),
     ({"expand": 1.5}, "expand in config.json must be an integer from 1 to 16, got 1.5"),
     ({"layer_norm_epsilon": 0}, "layer_norm_epsilon in config.json must be a number above 0.*, got 0"),
+]
+OPTIONS["mamba-codestral-7b"] = [
+    ({"head_dim": 32}, "num_heads times head_dim in config.json is 4096, and expand times hidden_size is 8192"),
+    ({"n_groups": 3}, "n_groups in config.json is 3. It must divide the 128 heads"),
+    ({"time_step_limit": [0.5, 0.5]}, r"time_step_limit in config.json is \[0.5, 0.5\]. It must be two rising numbers"),
+    ({"time_step_limit": [0, {"__float__": "NaN"}]}, "It must be two rising numbers"),
+    ({"state_size": 257}, "state_size in config.json must be an integer from 1 to 256, got 257"),
 ]
 OPTIONS["lfm2-1.2b"] = [
     ({"full_attn_idxs": [16]}, r"full_attn_idxs in config.json is \[16\]. It must list layers from 0 to 15"),
@@ -380,6 +387,23 @@ def test_models_of_experts() -> None:
         assert spec.parameters - experts + experts * spec.active_experts // spec.experts == active
     with pytest.raises(StartupError, match=r"moe_intermediate_size 768\. Use 1, 2, 4, 8, 16 or 32"):
         read_spec(named_config("qwen3-30b-a3b"), Shard(0, 5))
+
+
+def test_layers_of_mamba2() -> None:
+    """Mamba-Codestral-7B: 128 heads of 64 channels with 128 numbers each, and 8 groups. Ranks beyond the groups have
+    copies of them."""
+    config = named_config("mamba-codestral-7b")
+    spec = read_spec(config)
+    assert spec.parameters == 7_285_403_648
+    assert [part.shape for part in spec.layers[0].state_tensors] == [(10240, 3), (128, 64, 128)]
+    parts = read_spec(config, Shard(0, 16)).layers[0].state_tensors
+    assert [part.shape for part in parts] == [(8 * 64 + 2 * 128, 3), (8, 64, 128)]
+    with pytest.raises(StartupError, match="--tp is 8, and the 48 heads of the Mamba layers have 3 groups"):
+        read_spec({**config, "num_heads": 48, "hidden_size": 1536, "n_groups": 3}, Shard(0, 8))
+    with pytest.raises(StartupError, match="it has num_heads 128"):
+        read_spec(config, Shard(0, 3))
+    limits = {"time_step_limit": [0.001, {"__float__": "Infinity"}]}
+    assert read_model_config({**config, **limits}).state_mixer.step_limits == (0.001, float("inf"))
 
 
 def test_layers_of_lfm2() -> None:

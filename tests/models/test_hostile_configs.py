@@ -44,7 +44,7 @@ MORE = {
     "mlp_only_layers": [0], "moe_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": True,
     "shared_expert_intermediate_size": 8, "conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": [0],
     "block_ff_dim": 64, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
-    "tie_embedding": True, "norm_eps": 1e-5,
+    "tie_embedding": True, "norm_eps": 1e-5, "num_heads": 4, "n_groups": 2, "time_step_limit": [0.0, 1.0],
 }  # fmt: skip
 
 
@@ -103,6 +103,8 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
     config["layer_types"] = ["full_attention"] * shape.get("num_hidden_layers", 1)
     if architecture == "LlamaForCausalLM":
         config["kv_sharing"] = [None, 0, *[None] * (shape.get("num_hidden_layers", 1) - 2)]
+    if architecture == "Mamba2ForCausalLM":
+        config |= {key: shape[key] for key in ("num_heads", "head_dim", "state_size")}
     if architecture == "JambaForCausalLM":
         config["sliding_window"] = None
     if architecture == "Gemma3ForConditionalGeneration":

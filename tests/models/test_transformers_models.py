@@ -246,7 +246,6 @@ def files(oracle: Any, tmp_path: Path) -> Files:
         ({"model_type": "granite"}, "model_type 'granite' .* none of Cohere2ForCausalLM"),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "an attention that can't be replaced"),
-        ({"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}, "an attention that can't be replaced"),
         ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "has s_aux, which quire's has not"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "neither causal nor a causal window"),
         (

@@ -178,9 +178,9 @@ def causal_conv(
     plan's states."""
     out, earlier = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1] - 1
     kernel, shift = weight.float()[:, None], None if bias is None else bias.float()
-    for group in _row_groups(plan):
+    for group in row_groups(plan):
         tokens = x[group.tokens].view(len(group.rows), -1, x.shape[1]).transpose(1, 2)  # [rows, d_inner, length]
-        inputs = torch.cat((_read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype), tokens), dim=2)
+        inputs = torch.cat((read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype), tokens), dim=2)
         if inputs.shape[2] == earlier + 1:  # a convolution of one output is slow on a CPU
             wide = (inputs.float() * kernel[:, 0]).sum(2, keepdim=True)
             wide = wide if shift is None else wide.add_(shift[:, None])
@@ -189,7 +189,7 @@ def causal_conv(
         wide = F.silu(wide) if silu else wide
         out[group.tokens] = wide.to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
         for j, end in enumerate(group.ends):
-            _write_pages(cache.conv, plan.write_pages[group.rows, j], inputs[:, :, end : end + earlier])
+            write_pages(cache.conv, plan.write_pages[group.rows, j], inputs[:, :, end : end + earlier])
     return out
 
 
@@ -205,17 +205,17 @@ def selective_scan(
     in fp32 and rounded once. Reads and writes the plan's states."""
     assert cache.ssm is not None, "a scan has states"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for group in _row_groups(plan):
+    for group in row_groups(plan):
         rows, at = len(group.rows), group.tokens
         wide = [tensor[at].float().view(rows, -1, tensor.shape[1]) for tensor in (x, dt, B, C, z)]
-        h, done, parts = _read_pages(cache.ssm, plan.read_pages[group.rows]).float(), 0, []
+        h, done, parts = read_pages(cache.ssm, plan.read_pages[group.rows]).float(), 0, []
         for j, end in enumerate(group.ends):
             for first in range(done, end, SCAN_CHUNK):
                 chunk = slice(first, min(first + SCAN_CHUNK, end))
                 x_chunk, dt_chunk, b_chunk, c_chunk, z_chunk = (tensor[:, chunk] for tensor in wide)
                 y, h = _scan_chunk(x_chunk, dt_chunk, b_chunk, c_chunk, z_chunk, A, D, bias, h)
                 parts.append(y)
-            _write_pages(cache.ssm, plan.write_pages[group.rows, j], h)
+            write_pages(cache.ssm, plan.write_pages[group.rows, j], h)
             done = end
         out[at] = torch.cat(parts, dim=1).view(-1, x.shape[1]).to(x.dtype)
     return out
@@ -239,20 +239,20 @@ def _scan_chunk(
     return y * F.silu(z), states[:, -1]
 
 
-def _read_pages(states: Tensor, pages: Tensor) -> Tensor:
-    """Return a copy of these pages [rows, d_inner, *], zero where the id is below 0. Selects instead of multiplying,
-    because page 0 may hold any bytes."""
-    return torch.where((pages < 0)[:, None, None], 0, states[pages.clamp(min=0)])
+def read_pages(states: Tensor, pages: Tensor) -> Tensor:
+    """Return a copy of these pages [rows, *], zero where the id is below 0. Selects instead of multiplying, because
+    page 0 may hold any bytes."""
+    return torch.where((pages < 0).view(-1, *[1] * (states.dim() - 1)), 0, states[pages.clamp(min=0)])
 
 
-def _write_pages(states: Tensor, pages: Tensor, values: Tensor) -> None:
-    """Write `values` [rows, d_inner, *] to these pages, except where the id is below 0."""
+def write_pages(states: Tensor, pages: Tensor, values: Tensor) -> None:
+    """Write `values` [rows, *] to these pages, except where the id is below 0."""
     written = pages >= 0
     states[pages[written]] = values[written].to(states.dtype)
 
 
 @dataclass(frozen=True)
-class _RowGroup:
+class RowGroup:
     """Rows of equal length: `tokens` are their token indices, row after row, and `ends` the offsets in a row at which
     its runs end, and the row."""
 
@@ -261,14 +261,14 @@ class _RowGroup:
     ends: list[int]
 
 
-def _row_groups(plan: StatePlan) -> Iterator[_RowGroup]:
+def row_groups(plan: StatePlan) -> Iterator[RowGroup]:
     """Yield all rows of one token as one group, and each other row as a group of its own."""
     offsets, lengths, starts = plan.offsets.tolist(), plan.lengths.tolist(), plan.starts.tolist()
     single = [row for row, length in enumerate(lengths) if length == 1]
     if single:
-        yield _RowGroup(single, plan.offsets[single], [1])
+        yield RowGroup(single, plan.offsets[single], [1])
     for row, (offset, length, start) in enumerate(zip(offsets, lengths, starts)):
         if length > 1:
             first = plan.page_tokens - start % plan.page_tokens
             ends = [*range(first, length, plan.page_tokens), length]
-            yield _RowGroup([row], torch.arange(offset, offset + length, device=plan.offsets.device), ends)
+            yield RowGroup([row], torch.arange(offset, offset + length, device=plan.offsets.device), ends)

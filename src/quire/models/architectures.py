@@ -44,6 +44,7 @@ ARCHITECTURES = {
     "JambaForCausalLM": Architecture(state_families.read_jamba),
     "MambaForCausalLM": Architecture(state_families.read_mamba),
     "FalconMambaForCausalLM": Architecture(state_families.read_falcon_mamba),
+    "Mamba2ForCausalLM": Architecture(state_families.read_mamba2),
     "Lfm2ForCausalLM": Architecture(state_families.read_lfm2),
     "MllamaForConditionalGeneration": Architecture(vision_language_families.read_mllama, "mllama:Mllama"),
     "LlavaOnevisionForConditionalGeneration": VISION_LANGUAGE,

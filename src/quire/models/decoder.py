@@ -17,6 +17,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
 from quire.layers.mamba import MambaMixer
+from quire.layers.mamba2 import Mamba2Mixer
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.module_list import module_list
 from quire.layers.moe import SparseMLP
@@ -27,7 +28,7 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import shard_heads, shard_vocab
 from quire.layers.short_conv import ShortConvMixer
 from quire.layers.softcap import Softcap
-from quire.layers.state_config import MambaConfig, ShortConvConfig, StateMixerConfig
+from quire.layers.state_config import Mamba2Config, MambaConfig, ShortConvConfig, StateMixerConfig
 from quire.layers.state_mixer import StateMixer
 from quire.models.architectures import read_model_config
 from quire.models.decoder_config import DecoderConfig
@@ -74,6 +75,7 @@ class Attention(nn.Module):
 STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {
     MambaConfig: MambaMixer,
     ShortConvConfig: ShortConvMixer,
+    Mamba2Config: Mamba2Mixer,
 }
 """The mixers with states, by their declarations."""
 

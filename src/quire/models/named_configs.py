@@ -137,6 +137,13 @@ def _mamba(hidden: int, layers: int) -> dict[str, Any]:
     }
 
 
+# Mamba-Codestral-7B-v0.1; its config.json has transformers' defaults.
+_MAMBA2_7B = {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 64,
+    "vocab_size": 32768, "num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 2,
+    "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "hidden_act": "silu", "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2, "dtype": "bfloat16",
+}
 _LFM2_12B = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "block_ff_dim": 12288, "block_multiple_of": 256,
@@ -243,6 +250,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
     "jamba-52b": _JAMBA,
     "mamba-2.8b": _mamba(2560, 64),
+    "mamba-codestral-7b": _MAMBA2_7B,
     "lfm2-1.2b": _LFM2_12B,
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
     "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from quire.errors import StartupError, short_repr
 from quire.layers.experts_config import ExpertsConfig
-from quire.layers.state_config import MambaConfig, ShortConvConfig
-from quire.models.config_reader import MAX_SIZE, ConfigReader
+from quire.layers.state_config import Mamba2Config, MambaConfig, ShortConvConfig
+from quire.models.config_reader import MAX_NUMBER, MAX_SIZE, ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.expert_families import MAX_EXPERTS, expert_names
 from quire.models.families import declare, declare_gated, read_heads
@@ -33,6 +34,12 @@ MAMBA_MODEL_NAMES: WeightNames = {
     "norm": "norm_f",
     "head": "lm_head",
 }
+MAMBA2_NAMES: WeightNames = {
+    "conv_weight": "conv1d.weight", "conv_bias": "conv1d.bias", "norm_weight": "norm.weight", "in_proj": "in_proj",
+    "out": "out_proj", **{name: name for name in ("dt_bias", "A_log", "D")},
+}  # fmt: skip
+"""The names of a Mamba-2 layer's mixer (quire.layers.mamba2)."""
+MAMBA2_MODEL_NAMES: WeightNames = {**MAMBA_MODEL_NAMES, **prefixed("layers.*.mixer", "layers.*.mixer.", MAMBA2_NAMES)}
 JAMBA_NAMES: WeightNames = {
     "embed_tokens": "embed_tokens",
     "layers.*.attention_norm": "layers.*.input_layernorm",
@@ -89,6 +96,72 @@ def _declare_mamba(fields: ConfigReader, norms: str, eps: float) -> DecoderConfi
         weight_names=MAMBA_MODEL_NAMES,
         weight_prefixes=("backbone.",),
     )
+
+
+def read_mamba2(fields: ConfigReader) -> DecoderConfig:
+    """Mamba-2 (Dao and Gu, 2024)."""
+    hidden, eps = fields.get_int("hidden_size"), fields.get_float("layer_norm_epsilon", 1e-5)
+    fields.require_value("hidden_act", "silu")
+    heads, head_dim, expand = (
+        fields.get_int("num_heads", 128),
+        fields.get_int("head_dim", 64),
+        fields.get_int("expand", 2, MAX_EXPAND),
+    )
+    _check_inner(fields, "num_heads times head_dim", heads * head_dim, "expand times hidden_size", expand * hidden)
+    return declare(
+        fields,
+        family="mamba2",
+        hidden=hidden,
+        layers=(LayerConfig(mixer="state", feed_forward="none"),) * read_layer_count(fields),
+        state_mixer=Mamba2Config(
+            hidden=hidden,
+            itemsize=_read_itemsize(fields),
+            heads=heads,
+            heads_key="num_heads",
+            head_dim=head_dim,
+            groups=_read_groups(fields, "n_groups", 8, heads),
+            d_state=fields.get_int("state_size", 128, MAX_D_STATE),
+            d_conv=fields.get_int("conv_kernel", 4, MAX_D_CONV, MIN_D_CONV),
+            conv_bias=fields.get_bool("use_conv_bias", True),
+            bias=fields.get_bool("use_bias", False),
+            norm_eps=eps,
+            step_limits=_read_step_limits(fields),
+        ),
+        norm_eps=eps,
+        tied=fields.get_bool("tie_word_embeddings", False),
+        max_len=MAMBA_MAX_LEN,
+        weight_names=MAMBA2_MODEL_NAMES,
+        weight_prefixes=("backbone.",),
+    )
+
+
+def _check_inner(fields: ConfigReader, name: str, size: int, other: str, expected: int) -> None:
+    """Raise StartupError unless both sizes are the number of a Mamba-2 layer's channels, at most MAX_D_INNER."""
+    if size != expected or size > MAX_D_INNER:
+        raise StartupError(
+            f"{name} in {fields.source} is {size}, and {other} is {expected}",
+            f"They must be equal, and at most {MAX_D_INNER}",
+        )
+
+
+def _read_groups(fields: ConfigReader, name: str, default: int, heads: int) -> int:
+    """Return the number of groups of heads, which share B and C."""
+    groups: int = fields.get_int(name, default)
+    if heads % groups:
+        raise StartupError(f"{name} in {fields.source} is {groups}", f"It must divide the {heads} heads")
+    return groups
+
+
+def _read_step_limits(fields: ConfigReader, name: str = "time_step_limit") -> tuple[float, float]:
+    """Return the least and the largest step size. JSON has no infinity: transformers writes an object for it."""
+    limits = fields.config.get(name)
+    if limits is None:
+        return 0.0, math.inf
+    pair: list[Any] = list(limits) if isinstance(limits, list | tuple) else []
+    pair = [math.inf if one in ("Infinity", {"__float__": "Infinity"}) else one for one in pair]
+    if len(pair) != 2 or not all(type(one) in (int, float) for one in pair) or not 0 <= pair[0] < pair[1]:
+        raise StartupError(f"{name} in {fields.source} is {short_repr(limits)}", "It must be two rising numbers from 0")
+    return float(min(pair[0], MAX_NUMBER)), math.inf if pair[1] > MAX_NUMBER else float(pair[1])
 
 
 def read_jamba(fields: ConfigReader) -> DecoderConfig:
