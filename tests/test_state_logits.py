@@ -37,6 +37,24 @@ MAMBA2: dict[str, Any] = {
     "n_groups": 4,
     "chunk_size": 16,
 }
+GRANITE_HYBRID: dict[str, Any] = {
+    **COMMON,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "num_local_experts": 4,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.5,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 LFM2: dict[str, Any] = {
     **COMMON, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 2048, "block_multiple_of": 16, "tie_word_embeddings": True,
@@ -51,6 +69,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2, one group, biased": (
         "mamba2",
         {**MAMBA2, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3},
+    ),
+    "granite hybrid, experts": ("granitemoehybrid", GRANITE_HYBRID),
+    "granite hybrid, rope, no experts": (
+        "granitemoehybrid",
+        {
+            **GRANITE_HYBRID,
+            "position_embedding_type": "rope",
+            "num_local_experts": 0,
+            "mamba_n_groups": 2,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "residual_multiplier": 1.0,
+            "tie_word_embeddings": True,
+        },
     ),
     "lfm2": ("lfm2", {**LFM2, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "lfm2, biased": ("lfm2", {**LFM2, "full_attn_idxs": [0, 2], "conv_bias": True, "conv_L_cache": 5}),

@@ -56,7 +56,7 @@ def test_declared_parameters_are_those_of_the_tensors(architecture: str, ranks: 
     named = next((name for name, config in CONFIGS.items() if config["architectures"] == [architecture]), "llama-125m")
     config = {**named_config(SHAPES.get(architecture, named)), "architectures": [architecture]}
     config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias", "conv_bias"), True)
-    config |= {"tie_word_embeddings": tied, "text_config": dict(config)}
+    config |= {"residual_multiplier": 1.0, "tie_word_embeddings": tied, "text_config": dict(config)}
     shard = Shard(ranks - 1, ranks)
     model = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), shard)
     assert read_spec(config, shard).parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -215,6 +215,14 @@ OPTIONS["mamba-codestral-7b"] = [
     ({"time_step_limit": [0.5, 0.5]}, r"time_step_limit in config.json is \[0.5, 0.5\]. It must be two rising numbers"),
     ({"time_step_limit": [0, {"__float__": "NaN"}]}, "It must be two rising numbers"),
     ({"state_size": 257}, "state_size in config.json must be an integer from 1 to 256, got 257"),
+]
+OPTIONS["granite-4-h-small"] = [
+    ({"position_embedding_type": "alibi"}, "position_embedding_type in config.json is 'alibi'. nope and rope are"),
+    ({"mamba_d_head": 32}, "mamba_n_heads times mamba_d_head in config.json is 4096, and mamba_expand times"),
+    ({"num_local_experts": -1}, "num_local_experts in config.json must be an integer from 0 to 1024, got -1"),
+    ({"layer_types": ["mamba", "mlp"] * 20}, "the layer type 'mlp' in config.json is not supported"),
+    ({"attention_bias": True}, "attention_bias=True in config.json is not supported. Only False is"),
+    ({"logits_scaling": 0}, "logits_scaling in config.json must be a number above 0.*, got 0"),
 ]
 OPTIONS["lfm2-1.2b"] = [
     ({"full_attn_idxs": [16]}, r"full_attn_idxs in config.json is \[16\]. It must list layers from 0 to 15"),
@@ -404,6 +412,15 @@ def test_layers_of_mamba2() -> None:
         read_spec(config, Shard(0, 3))
     limits = {"time_step_limit": [0.001, {"__float__": "Infinity"}]}
     assert read_model_config({**config, **limits}).state_mixer.step_limits == (0.001, float("inf"))
+
+
+def test_layers_of_granite_4() -> None:
+    """granite-4.0-h-small: 36 layers of Mamba-2 to 4 of attention, 72 experts and a shared block in each."""
+    spec = read_spec(named_config("granite-4-h-small"))
+    assert [i for i, layer in enumerate(spec.layers) if not layer.state_tensors] == [5, 15, 25, 35]
+    assert (spec.experts, spec.active_experts, spec.expert_parameters) == (72, 10, 40 * 72 * 3 * 4096 * 768)
+    dense = read_model_config({**named_config("granite-4-h-small"), "num_local_experts": 0})
+    assert (dense.experts, dense.intermediate, dense.spec().experts) == (None, 1536, 0)
 
 
 def test_layers_of_lfm2() -> None:

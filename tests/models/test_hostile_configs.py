@@ -45,6 +45,8 @@ MORE = {
     "shared_expert_intermediate_size": 8, "conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": [0],
     "block_ff_dim": 64, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
     "tie_embedding": True, "norm_eps": 1e-5, "num_heads": 4, "n_groups": 2, "time_step_limit": [0.0, 1.0],
+    "position_embedding_type": "rope", "residual_multiplier": 1.0, "embedding_multiplier": 2.0, "logits_scaling": 2.0,
+    "attention_multiplier": 0.1, "mamba_proj_bias": False, "shared_intermediate_size": 8,
 }  # fmt: skip
 
 

@@ -249,8 +249,8 @@ def files(oracle: Any, tmp_path: Path) -> Files:
         ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "has s_aux, which quire's has not"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "neither causal nor a causal window"),
         (
-            {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 8,
-             "layer_types": ["mamba", "attention"] * 2},
+            {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "mamba_n_heads": 8,
+             "attn_layer_indices": [1]},
             "layers with states",
         ),
         ({"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}, "more than text"),

@@ -144,6 +144,18 @@ _MAMBA2_7B = {
     "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "hidden_act": "silu", "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2, "dtype": "bfloat16",
 }
+# The multipliers are those of the other Granites with this hidden size.
+_GRANITE_4_H_SMALL = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 4096,
+    "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100352,
+    "intermediate_size": 768, "shared_intermediate_size": 1536, "num_local_experts": 72, "num_experts_per_tok": 10,
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "mamba_n_heads": 128, "mamba_d_head": 64,
+    "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+    "mamba_proj_bias": False, "position_embedding_type": "nope", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22, "logits_scaling": 16.0, "tie_word_embeddings": True, "eos_token_id": 100257,
+    "dtype": "bfloat16",
+}
 _LFM2_12B = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "block_ff_dim": 12288, "block_multiple_of": 256,
@@ -252,6 +264,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba-2.8b": _mamba(2560, 64),
     "mamba-codestral-7b": _MAMBA2_7B,
     "lfm2-1.2b": _LFM2_12B,
+    "granite-4-h-small": _GRANITE_4_H_SMALL,
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
     "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE),
     **VISION_LANGUAGE_CONFIGS,

@@ -11,7 +11,7 @@ from quire.layers.state_config import Mamba2Config, MambaConfig, ShortConvConfig
 from quire.models.config_reader import MAX_NUMBER, MAX_SIZE, ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.expert_families import MAX_EXPERTS, expert_names
-from quire.models.families import declare, declare_gated, read_heads
+from quire.models.families import LLAMA_NAMES, declare, declare_gated, read_biases, read_heads
 from quire.models.layer_types import FULL, read_layer_count, read_layer_types
 from quire.models.rope_settings import read_rope
 from quire.models.weight_names import MAMBA_NAMES, WeightNames, prefixed
@@ -133,6 +133,97 @@ def read_mamba2(fields: ConfigReader) -> DecoderConfig:
         weight_names=MAMBA2_MODEL_NAMES,
         weight_prefixes=("backbone.",),
     )
+
+
+def read_granite_hybrid(fields: ConfigReader) -> DecoderConfig:
+    """Granite 4 hybrids (IBM, 2025): Mamba-2 layers and a few of attention, with or without a rotary embedding; in each
+    layer a feed-forward block, beside experts if there are some."""
+    hidden, eps = fields.get_int("hidden_size"), fields.get_float("rms_norm_eps", 1e-6)
+    kind = fields.get_str("position_embedding_type", "nope")
+    if kind not in ("nope", "rope"):
+        raise StartupError(
+            f"position_embedding_type in {fields.source} is {short_repr(kind)}", "nope and rope are supported"
+        )
+    rope, max_len = read_rope(fields)
+    count = fields.get_int("num_local_experts", 8, MAX_EXPERTS, 0)
+    shared = fields.get_int("shared_intermediate_size", 1024)
+    experts = None
+    if count:
+        experts = ExpertsConfig(
+            count=count,
+            per_token=fields.get_int("num_experts_per_tok", min(2, count), count),
+            intermediate=fields.get_int("intermediate_size", 11008),
+            intermediate_key="intermediate_size",
+            renormalize=True,
+            shared_intermediate=shared,
+            shared_key="shared_intermediate_size",
+            shared_gated=False,
+        )
+    types = read_layer_types(fields, (FULL, "attention", "linear_attention", "mamba"))
+    types = ("mamba",) * read_layer_count(fields) if types is None else types
+    feed_forward = "experts" if count else "mlp"
+    heads = fields.get_int("mamba_n_heads", 128)
+    head_dim, expand = fields.config.get("mamba_d_head"), fields.get_int("mamba_expand", 2, MAX_EXPAND)
+    head_dim = expand * hidden // heads if head_dim in (None, "auto") else fields.get_int("mamba_d_head")
+    inner = "mamba_n_heads times mamba_d_head", heads * head_dim, "mamba_expand times hidden_size", expand * hidden
+    _check_inner(fields, *inner)
+    logits_scaling, residual = fields.get_float("logits_scaling", 1.0), fields.get_float("residual_multiplier", 1.0)
+    for name in ("attention_bias", "mamba_proj_bias") if residual != 1 else ():
+        fields.require_value(name, False)  # the inputs of these products are multiplied
+    return declare_gated(
+        fields,
+        (
+            LayerConfig(rope=rope if kind == "rope" else None, feed_forward=feed_forward)
+            if name in (FULL, "attention")
+            else LayerConfig(mixer="state", feed_forward=feed_forward)
+            for name in types
+        ),
+        max_len,
+        **read_biases(fields),
+        intermediate=shared,
+        intermediate_key="shared_intermediate_size",
+        norm_eps=eps,
+        scale=fields.get_float("attention_multiplier", 1.0),
+        embed_scale=_scale(fields.get_float("embedding_multiplier", 1.0)),
+        residual_scale=_scale(residual),
+        logits_scale=_scale(1.0 / logits_scaling),
+        experts=experts,
+        state_mixer=Mamba2Config(
+            hidden=hidden,
+            itemsize=_read_itemsize(fields),
+            heads=heads,
+            heads_key="mamba_n_heads",
+            head_dim=head_dim,
+            groups=_read_groups(fields, "mamba_n_groups", 1, heads),
+            d_state=fields.get_int("mamba_d_state", 256, MAX_D_STATE),
+            d_conv=fields.get_int("mamba_d_conv", 4, MAX_D_CONV, MIN_D_CONV),
+            conv_bias=fields.get_bool("mamba_conv_bias", True),
+            bias=fields.get_bool("mamba_proj_bias", False),
+            norm_eps=eps,
+            step_limits=_read_step_limits(fields),
+        ),
+        weight_names=_granite_hybrid_names(count),
+    )
+
+
+def _scale(factor: float) -> float | None:
+    return None if factor == 1 else factor
+
+
+def _granite_hybrid_names(experts: int) -> WeightNames:
+    """Return the names of a Granite 4 hybrid; the experts' weights are stacks."""
+    stack, shared = "layers.*.block_sparse_moe.{}_linear.weight[{}]".format, "layers.*.shared_mlp.{}_linear".format
+    return {
+        **LLAMA_NAMES,
+        **prefixed("layers.*.mixer", "layers.*.mamba.", MAMBA2_NAMES),
+        "layers.*.mlp.gate_up": shared("input"),
+        "layers.*.mlp.down": shared("output"),
+        "layers.*.experts.shared.gate_up": shared("input"),
+        "layers.*.experts.shared.down": shared("output"),
+        "layers.*.experts.router": "layers.*.block_sparse_moe.router.layer",
+        "layers.*.experts.gate_up.weight": tuple(stack("input", expert) for expert in range(experts)),
+        "layers.*.experts.down.weight": tuple(stack("output", expert) for expert in range(experts)),
+    }
 
 
 def _check_inner(fields: ConfigReader, name: str, size: int, other: str, expected: int) -> None:

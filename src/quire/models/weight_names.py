@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 WeightNames = Mapping[str, str | tuple[str, ...]]
 """A parameter -> the tensors that it consists of, or a module -> the modules of which its weight and bias consist. In
-the names of both, * stands for the layer's number."""
+the names of both, * stands for the layer's number. A name that ends with [i] is the i-th matrix of a tensor, a stack of
+them."""
 
 
 class WeightSource(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -125,6 +126,7 @@ def load_weights(
     ignored = (*every.ignored_weights, IGNORED_SCALES) if fp8 is not None else every.ignored_weights
     elsewhere = {name for source in every.weight_sources().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
+    stacked = {name.partition("[")[0] for name in (*targets, *elsewhere) if name.endswith("]")}
     files = tensor_files(folder)
     mappings, read_bytes = list[MappedFile](), 0
     zero_padding(model)
@@ -133,8 +135,8 @@ def load_weights(
             try:
                 with safe_open(path, framework="pt", device=str(device)) as file:
                     mapped: MappedFile | None = None
-                    for key in file.keys():  # noqa: SIM118 (not a dict)
-                        name = _strip_prefix(key, every.weight_prefixes)
+                    for key, index in _stored_tensors(file, stacked, every.weight_prefixes):
+                        name = _strip_prefix(key, every.weight_prefixes) + ("" if index is None else f"[{index}]")
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
                         known = name in wanted or name in scales or name in words
                         if not known and (_weight_name(name) in elsewhere or _is_ignored(name, ignored)):
@@ -143,7 +145,7 @@ def load_weights(
                         if name in words:
                             tensor = grouped[words[name]].read(name.rpartition(".")[2], file, key, path)
                         else:
-                            tensor = _read(file, wanted.get(name), key, path)
+                            tensor = _read(file if index is None else _Stack(file, index), wanted.get(name), key, path)
                         read_bytes += tensor.nbytes
                         if (
                             mapped is None
@@ -272,6 +274,48 @@ def build_targets(
                 )
             targets[tensor] = target
     return targets
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The tensors of an opened safetensors file that lie at `index` in stacks of them."""
+
+    file: Any
+    index: int
+
+    def get_tensor(self, key: str) -> Tensor:
+        """Return the tensor, a view of the stack."""
+        whole: Tensor = self.file.get_tensor(key)
+        return whole[self.index]
+
+    def get_slice(self, key: str) -> _StackSlice:
+        """Return the tensor, of which parts are read."""
+        return _StackSlice(self.file.get_slice(key), self.index)
+
+
+@dataclass(frozen=True)
+class _StackSlice:
+    whole: Any
+    index: int
+
+    def get_shape(self) -> list[int]:
+        """Return the tensor's shape."""
+        shape: list[int] = self.whole.get_shape()
+        return shape[1:]
+
+    def __getitem__(self, at: Any) -> Tensor:
+        part: Tensor = self.whole[(self.index, *at) if isinstance(at, tuple) else (self.index, at)]
+        return part
+
+
+def _stored_tensors(file: Any, stacked: set[str], prefixes: tuple[str, ...]) -> Iterator[tuple[str, int | None]]:
+    """Yield the tensors of a safetensors file, as (key, None), or as (key, index) those that are stacked: the model has
+    names for them one by one."""
+    for key in file.keys():  # noqa: SIM118 (not a dict)
+        if _strip_prefix(key, prefixes) in stacked:
+            yield from ((key, index) for index in range(file.get_slice(key).get_shape()[0]))
+        else:
+            yield key, None
 
 
 def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:

@@ -67,8 +67,9 @@ def tensor_slices(model: Model, name: str, source: WeightSource) -> tuple[Tensor
         return (None,) * len(source.tensors)
     columns, parameter = shards.columns, model.get_parameter(name)
     width = tuple(parameter.shape[1:]) if columns is None else (columns.total,)
-    separate = len(shards.rows) == len(source.tensors)
-    by_tensor: list[tuple[ShardRange, ...]] = [(rows,) for rows in shards.rows] if separate else [shards.rows]
+    each, rest = divmod(len(shards.rows), len(source.tensors))
+    assert not rest, f"{name} consists of {len(shards.rows)} projections in {len(source.tensors)} tensors"
+    by_tensor = [shards.rows[first : first + each] for first in range(0, len(shards.rows), each)]
     return tuple(
         TensorSlice(
             (sum(rows.total for rows in parts), *width),
