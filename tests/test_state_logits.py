@@ -55,6 +55,20 @@ GRANITE_HYBRID: dict[str, Any] = {
     "attention_multiplier": 0.3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+NEMOTRON_H: dict[str, Any] = {  # transformers limits steps in prompts alone
+    **COMMON,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "max_position_embeddings": 2048,
+    "time_step_min": 1e-12,
+}
 LFM2: dict[str, Any] = {
     **COMMON, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 2048, "block_multiple_of": 16, "tie_word_embeddings": True,
@@ -84,6 +98,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 1.0,
             "tie_word_embeddings": True,
         },
+    ),
+    "nemotron_h": ("nemotron_h", {**NEMOTRON_H, "hybrid_override_pattern": "M-M*-M-"}),
+    "nemotron_h, biased, attention last": (
+        "nemotron_h",
+        {**NEMOTRON_H, "hybrid_override_pattern": "*-MM-*", "mlp_bias": True, "use_bias": True},
     ),
     "lfm2": ("lfm2", {**LFM2, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "lfm2, biased": ("lfm2", {**LFM2, "full_attn_idxs": [0, 2], "conv_bias": True, "conv_L_cache": 5}),

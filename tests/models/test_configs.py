@@ -224,6 +224,15 @@ OPTIONS["granite-4-h-small"] = [
     ({"attention_bias": True}, "attention_bias=True in config.json is not supported. Only False is"),
     ({"logits_scaling": 0}, "logits_scaling in config.json must be a number above 0.*, got 0"),
 ]
+OPTIONS["nemotron-h-8b"] = [
+    ({"hybrid_override_pattern": "-M"}, "block 0 in config.json is '-'. Supported: Mamba-2"),
+    ({"hybrid_override_pattern": "M--"}, "block 2 in config.json is '-'"),
+    ({"hybrid_override_pattern": "ME"}, "block 1 in config.json is 'E'"),
+    ({"hybrid_override_pattern": None}, "hybrid_override_pattern in config.json is None. It must name 1 to 4096"),
+    ({"layers_block_type": [["mamba"]]}, r"block 0 in config.json is \['mamba'\]"),
+    ({"mamba_head_dim": 2**20}, "mamba_head_dim in config.json must be an integer from 1 to 8192, got 1048576"),
+    ({"sliding_window": 8}, "sliding_window=8"),
+]
 OPTIONS["lfm2-1.2b"] = [
     ({"full_attn_idxs": [16]}, r"full_attn_idxs in config.json is \[16\]. It must list layers from 0 to 15"),
     ({"layer_types": ["conv", "mamba"] * 8}, "the layer type 'mamba' in config.json is not supported"),
@@ -421,6 +430,22 @@ def test_layers_of_granite_4() -> None:
     assert (spec.experts, spec.active_experts, spec.expert_parameters) == (72, 10, 40 * 72 * 3 * 4096 * 768)
     dense = read_model_config({**named_config("granite-4-h-small"), "num_local_experts": 0})
     assert (dense.experts, dense.intermediate, dense.spec().experts) == (None, 1536, 0)
+
+
+def test_layers_of_nemotron_h() -> None:
+    """Nemotron-H-8B: of 52 blocks 24 are Mamba-2, 4 attention and 24 MLPs; those behind another are of its layer."""
+    config = named_config("nemotron-h-8b")
+    spec = read_spec(config)
+    assert [i for i, layer in enumerate(spec.layers) if not layer.state_tensors] == [4, 10, 16, 22]
+    assert [i for i, layer in enumerate(read_model_config(config).layers) if layer.feed_forward == "none"] == [
+        3,
+        9,
+        15,
+        21,
+    ]
+    listed = {"M": "mamba", "*": "attention", "-": "mlp"}
+    blocks = [listed[name] for name in config["hybrid_override_pattern"]]
+    assert read_spec({**config, "hybrid_override_pattern": None, "layers_block_type": blocks}) == spec
 
 
 def test_layers_of_lfm2() -> None:

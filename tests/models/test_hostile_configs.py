@@ -45,6 +45,8 @@ MORE = {
     "shared_expert_intermediate_size": 8, "conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": [0],
     "block_ff_dim": 64, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
     "tie_embedding": True, "norm_eps": 1e-5, "num_heads": 4, "n_groups": 2, "time_step_limit": [0.0, 1.0],
+    "hybrid_override_pattern": "M-*-", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16,
+    "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "attention_head_dim": 16,
     "position_embedding_type": "rope", "residual_multiplier": 1.0, "embedding_multiplier": 2.0, "logits_scaling": 2.0,
     "attention_multiplier": 0.1, "mamba_proj_bias": False, "shared_intermediate_size": 8,
 }  # fmt: skip
@@ -107,7 +109,9 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
         config["kv_sharing"] = [None, 0, *[None] * (shape.get("num_hidden_layers", 1) - 2)]
     if architecture == "Mamba2ForCausalLM":
         config |= {key: shape[key] for key in ("num_heads", "head_dim", "state_size")}
-    if architecture == "JambaForCausalLM":
+    if architecture == "NemotronHForCausalLM":
+        config["layer_types"] = None
+    if architecture in ("JambaForCausalLM", "NemotronHForCausalLM"):
         config["sliding_window"] = None
     if architecture == "Gemma3ForConditionalGeneration":
         config = {"architectures": [architecture], "text_config": config}

@@ -156,6 +156,15 @@ _GRANITE_4_H_SMALL = {
     "residual_multiplier": 0.22, "logits_scaling": 16.0, "tie_word_embeddings": True, "eos_token_id": 100257,
     "dtype": "bfloat16",
 }
+_NEMOTRON_H_8B = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "num_hidden_layers": 52,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504,
+    "mlp_hidden_act": "relu2", "vocab_size": 131072, "mamba_num_heads": 128, "mamba_head_dim": 64,
+    "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True, "use_bias": False,
+    "mlp_bias": False, "attention_bias": False, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 8192,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+}
 _LFM2_12B = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16,
     "num_attention_heads": 32, "num_key_value_heads": 8, "block_ff_dim": 12288, "block_multiple_of": 256,
@@ -265,6 +274,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba-codestral-7b": _MAMBA2_7B,
     "lfm2-1.2b": _LFM2_12B,
     "granite-4-h-small": _GRANITE_4_H_SMALL,
+    "nemotron-h-8b": _NEMOTRON_H_8B,
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
     "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE),
     **VISION_LANGUAGE_CONFIGS,

@@ -206,6 +206,89 @@ def read_granite_hybrid(fields: ConfigReader) -> DecoderConfig:
     )
 
 
+NEMOTRON_H_BLOCKS = {
+    "M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe", "mamba": "linear_attention",
+    "attention": "full_attention",
+}  # fmt: skip
+"""The characters of `hybrid_override_pattern`, and older names, -> the names in `layers_block_type`."""
+
+
+def read_nemotron_h(fields: ConfigReader) -> DecoderConfig:
+    """Nemotron-H (NVIDIA, 2025): each layer of config.json is one block, with a norm: Mamba-2, attention without a
+    rotary embedding, or a plain MLP. One of the first two and the MLP that may follow are a layer of the decoder."""
+    for name, allowed in (("mamba_hidden_act", "silu"), ("sliding_window", None)):
+        fields.require_value(name, allowed)
+    layers, names = _read_nemotron_h_layers(fields)
+    hidden, eps = fields.get_int("hidden_size"), fields.get_float("layer_norm_epsilon", 1e-5)
+    heads = fields.get_int("mamba_num_heads", 128, MAX_D_INNER)
+    head_dim = fields.get_int("mamba_head_dim", 64, MAX_D_INNER // heads)
+    return declare_gated(
+        fields,
+        layers,
+        fields.get_int("max_position_embeddings", 4096),
+        family="nemotron_h",
+        **read_biases(fields),
+        kv_heads=8,
+        head_dim=fields.get_int("attention_head_dim", 128),
+        activation=fields.get_str("mlp_hidden_act", "relu2"),
+        gated=False,
+        mlp_bias=fields.get_bool("mlp_bias", False),
+        norm_eps=eps,
+        state_mixer=Mamba2Config(
+            hidden=hidden,
+            itemsize=_read_itemsize(fields),
+            heads=heads,
+            heads_key="mamba_num_heads",
+            head_dim=head_dim,
+            groups=_read_groups(fields, "n_groups", 8, heads),
+            d_state=fields.get_int("ssm_state_size", 128, MAX_D_STATE),
+            d_conv=fields.get_int("conv_kernel", 4, MAX_D_CONV, MIN_D_CONV),
+            conv_bias=fields.get_bool("use_conv_bias", True),
+            bias=fields.get_bool("use_bias", False),
+            norm_eps=eps,
+            step_limits=_read_step_limits(fields),
+        ),
+        weight_names=names,
+        weight_prefixes=("backbone.", "model."),
+    )
+
+
+def _read_nemotron_h_layers(fields: ConfigReader) -> tuple[list[LayerConfig], WeightNames]:
+    """Return the decoder's layers, and the names of their weights."""
+    key = next((key for key in ("layers_block_type", "layer_types") if fields.config.get(key) is not None), "")
+    blocks: Any = fields.config.get(key or "hybrid_override_pattern")
+    if not isinstance(blocks, list if key else str) or not 1 <= len(blocks) <= MAX_LAYERS:
+        raise StartupError(
+            f"{key or 'hybrid_override_pattern'} in {fields.source} is {short_repr(blocks)}",
+            f"It must name 1 to {MAX_LAYERS} blocks",
+        )
+    layers: list[LayerConfig] = []
+    names: dict[str, str | tuple[str, ...]] = {"embed_tokens": "embeddings", "norm": "norm_f", "head": "lm_head"}
+    for block, name in enumerate(blocks):
+        kind = NEMOTRON_H_BLOCKS.get(name, name) if isinstance(name, str) else None
+        follows = bool(layers) and layers[-1].feed_forward == "none"
+        if kind not in ("linear_attention", "full_attention", "mlp") or (kind == "mlp" and not follows):
+            raise StartupError(
+                f"block {block} in {fields.source} is {short_repr(name)}",
+                "Supported: Mamba-2 (M) and attention (*), and a plain MLP (-) after one of them",
+            )
+        theirs = f"layers.{block}.mixer"
+        if kind == "mlp":
+            layers[-1], ours = layers[-1]._replace(feed_forward="mlp"), f"layers.{len(layers) - 1}"
+            names |= {f"{ours}.mlp_norm": f"layers.{block}.norm"}
+            names |= {f"{ours}.mlp.{part}": f"{theirs}.{part}_proj" for part in ("up", "down")}
+            continue
+        ours, mixer = f"layers.{len(layers)}", "state" if kind == "linear_attention" else "attention"
+        layers.append(LayerConfig(mixer=mixer, feed_forward="none"))
+        names[f"{ours}.attention_norm"] = f"layers.{block}.norm"
+        if mixer == "state":
+            names |= prefixed(f"{ours}.mixer", f"{theirs}.", MAMBA2_NAMES)
+        else:
+            names[f"{ours}.attention.qkv"] = tuple(f"{theirs}.{x}_proj" for x in "qkv")
+            names[f"{ours}.attention.out"] = f"{theirs}.o_proj"
+    return layers, names
+
+
 def _scale(factor: float) -> float | None:
     return None if factor == 1 else factor
 
