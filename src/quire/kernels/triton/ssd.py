@@ -36,7 +36,10 @@ def _step_size(dt, bias, least, most):
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes"])
+@triton.jit(
+    do_not_specialize=["dt_stride", "width"],  # one kernel, and so the same bits, whatever the number of rows
+    do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes"],
+)
 def _recurrent(
     x, dt, A, B, C, D, bias, out, states, offsets, lengths, starts, reads, writes, x_stride, dt_stride, b_stride,
     c_stride, page_stride, width, least, most,
