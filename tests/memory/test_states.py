@@ -10,9 +10,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.memory.build import build_memory
-from quire.memory.page_layout import MemorySize, group_layers, plan_page_layout, state_interval, tokens_for_bytes
-from quire.models import read_spec
-from quire.models.named_configs import named_config
+from quire.memory.page_layout import MemorySize, plan_page_layout, state_interval, tokens_for_bytes
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import LayerSpec, ModelSpec, StateTensor
 from quire.protocol.sequence import Sequence
@@ -52,19 +50,6 @@ def test_a_page_is_the_states_of_its_layers() -> None:
     assert (tokens.kind, tokens.run_tokens, tokens.table_width) == ("full", 16, 512)
     assert states.page_bytes == 8912896  # 2.26 % of padding
     assert geometry(jamba(), state_tokens=96).groups[0].table_width == 86
-
-
-def test_large_states_are_split_among_groups() -> None:
-    """36 layers of 2 MiB and convolutions beside 12 of attention: a page is no larger than any pool's large pages."""
-    spec = read_spec(named_config("qwen3-next-80b-a3b"))
-    groups = group_layers(settings(), spec, 2)
-    assert [len(layers) for layers in groups] == [6] * 6 + [12]
-    assert sorted(i for layers in groups for i in layers) == list(range(48))
-    layout = plan_page_layout(settings(), spec, 2, 4 * GIB)
-    assert layout.large_bytes == max(one.page_bytes for one in layout.specs) == 12_976_128
-    assert [len(layers) for layers in group_layers(settings(table_scope="layer"), spec, 2)] == [1] * 48
-    alone = replace(spec, layers=tuple(layer for layer in spec.layers if layer.state_tensors))
-    assert [len(layers) for layers in group_layers(settings(), alone, 2)] == [36], "no other pages to fit"
 
 
 @pytest.mark.parametrize("gib", [1, 8, 9, 20, 80, 300])

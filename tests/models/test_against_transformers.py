@@ -189,7 +189,15 @@ def test_every_declared_family_has_a_case() -> None:
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "GPT2LMHeadModel",
-        *("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM"),  # tests/test_state_logits.py
+        *(
+            "JambaForCausalLM",
+            "MambaForCausalLM",
+            "FalconMambaForCausalLM",
+            "Mamba2ForCausalLM",
+            "NemotronHForCausalLM",
+            "GraniteMoeHybridForCausalLM",
+            "Lfm2ForCausalLM",
+        ),  # tests/test_state_logits.py
         *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),  # there too
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
     }

@@ -170,17 +170,24 @@ def state_pages(
     return reads, table[slots[:, None], torch.minimum(runs, last[:, None])]
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, *, silu: bool = True
+) -> Tensor:
     """Return the causal convolution of x [T, d_inner], each channel with its weight [d_inner, d_conv] over the token
-    and those before it, plus bias, through SiLU; computed in fp32 and rounded once. Reads and writes the plan's
-    states."""
+    and those before it, plus bias, through SiLU if `silu`; computed in fp32 and rounded once. Reads and writes the
+    plan's states."""
     out, earlier = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1] - 1
     kernel, shift = weight.float()[:, None], None if bias is None else bias.float()
     for group in row_groups(plan):
         tokens = x[group.tokens].view(len(group.rows), -1, x.shape[1]).transpose(1, 2)  # [rows, d_inner, length]
         inputs = torch.cat((read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype), tokens), dim=2)
-        wide = F.conv1d(inputs.float(), kernel, shift, groups=len(weight))
-        out[group.tokens] = F.silu(wide).to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
+        if inputs.shape[2] == earlier + 1:  # a convolution of one output is slow on a CPU
+            wide = (inputs.float() * kernel[:, 0]).sum(2, keepdim=True)
+            wide = wide if shift is None else wide.add_(shift[:, None])
+        else:
+            wide = F.conv1d(inputs.float(), kernel, shift, groups=len(weight))
+        wide = F.silu(wide) if silu else wide
+        out[group.tokens] = wide.to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
         for j, end in enumerate(group.ends):
             write_pages(cache.conv, plan.write_pages[group.rows, j], inputs[:, :, end : end + earlier])
     return out

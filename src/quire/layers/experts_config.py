@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 class ExpertsConfig:
     """A layer has `count` gated MLPs, experts, of `intermediate` columns each (`intermediate_key`: their key in
     config.json, for errors). A token uses the `per_token` most probable ones, weighted by their probabilities, which
-    are divided by their sum if `renormalize`. If there are `shared_intermediate` columns, each token also uses a
-    shared expert with so many, weighted by the sigmoid of a product of its own."""
+    are divided by their sum if `renormalize`. If there are `shared_intermediate` columns (`shared_key` in config.json),
+    each token also uses a shared expert with so many, weighted by the sigmoid of a product of its own if
+    `shared_gated`."""
 
     count: int
     per_token: int
@@ -18,17 +19,20 @@ class ExpertsConfig:
     intermediate_key: str = "moe_intermediate_size"
     renormalize: bool = False
     shared_intermediate: int = 0
+    shared_key: str = "shared_expert_intermediate_size"
+    shared_gated: bool = True
 
     @property
     def columns(self) -> dict[str, int]:
         """The columns that ranks divide, by their keys in config.json."""
-        shared = {"shared_expert_intermediate_size": self.shared_intermediate} if self.shared_intermediate else {}
+        shared = {self.shared_key: self.shared_intermediate} if self.shared_intermediate else {}
         return {self.intermediate_key: self.intermediate, **shared}
 
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's experts, the router's and the shared expert's included."""
         routed = self.count * (3 * hidden * self.intermediate + hidden)
-        return routed + (3 * hidden * self.shared_intermediate + hidden if self.shared_intermediate else 0)
+        gate = hidden if self.shared_intermediate and self.shared_gated else 0
+        return routed + 3 * hidden * self.shared_intermediate + gate
 
     def divide(self, ranks: int) -> ExpertsConfig:
         """Return one rank's part: some columns of every expert."""

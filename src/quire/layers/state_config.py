@@ -6,7 +6,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
+from quire.errors import StartupError
 from quire.protocol.model_spec import LayerSpec, SavedInput, StateTensor
+from quire.protocol.parallel_layout import can_divide
 
 STATE_ITEMSIZE = 4
 """Bytes of a number of the `ssm` state, unless --state-dtype is given."""
@@ -100,6 +102,108 @@ class MambaConfig(StateMixerConfig):
         ssm = StateTensor("ssm", (self.d_inner, self.d_state), STATE_ITEMSIZE)
         inputs = SavedInput(self.d_inner), SavedInput(self.d_inner), SavedInput(2 * self.d_state, is_fp32=True)
         return LayerSpec(0, 0, state_tensors=(conv, ssm), saved_inputs=inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvConfig(StateMixerConfig):
+    """The gated short convolution of LFM2: of `channels` channels, as many as `hidden` numbers in the undivided model,
+    over `taps` tokens. `bias`: all its products and the convolution have biases."""
+
+    channels: int
+    taps: int
+    bias: bool
+
+    @property
+    def parameters(self) -> int:
+        """See StateMixerConfig."""
+        products = 4 * self.hidden * self.channels + self.bias * (3 * self.channels + self.hidden)
+        return products + self.channels * (self.taps + self.bias)
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """See StateMixerConfig."""
+        return {"hidden_size": self.channels}
+
+    @property
+    def width(self) -> int:
+        """See StateMixerConfig."""
+        return 3 * self.channels
+
+    def divide(self, ranks: int) -> ShortConvConfig:
+        """See StateMixerConfig."""
+        return replace(self, channels=self.channels // ranks)
+
+    def layer_spec(self) -> LayerSpec:
+        """See StateMixerConfig."""
+        conv = StateTensor("conv", (self.channels, self.taps - 1), self.itemsize)
+        return LayerSpec(0, 0, state_tensors=(conv,), saved_inputs=(SavedInput(self.channels),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config(StateMixerConfig):
+    """The mixer of a Mamba-2 layer: `heads` heads (`heads_key`: their key in config.json) of `head_dim` channels with
+    states of `d_state` numbers each; B and C of `groups` groups of heads; a convolution over `d_conv` tokens; step
+    sizes within `step_limits`; a gated RMS norm of each group's channels."""
+
+    heads: int
+    heads_key: str
+    head_dim: int
+    groups: int
+    d_state: int
+    d_conv: int
+    conv_bias: bool
+    bias: bool
+    norm_eps: float
+    step_limits: tuple[float, float]
+
+    @property
+    def d_inner(self) -> int:
+        """The channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """The channels of the convolution: those of the heads, B and C."""
+        return self.d_inner + 2 * self.groups * self.d_state
+
+    @property
+    def width(self) -> int:
+        """See StateMixerConfig."""
+        return self.d_inner + self.conv_channels + self.heads
+
+    @property
+    def parameters(self) -> int:
+        """See StateMixerConfig."""
+        s = self
+        products = s.hidden * (s.width + s.d_inner) + s.bias * (s.width + s.hidden)
+        return products + s.conv_channels * (s.d_conv + s.conv_bias) + s.fp32_parameters + s.d_inner
+
+    @property
+    def fp32_parameters(self) -> int:
+        """See StateMixerConfig."""
+        return 3 * self.heads
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """See StateMixerConfig."""
+        return {self.heads_key: self.heads}
+
+    def divide(self, ranks: int) -> Mamba2Config:
+        """See StateMixerConfig."""
+        if not can_divide(ranks, self.heads, self.groups, ()):
+            raise StartupError(
+                f"--tp is {ranks}, and the {self.heads} heads of the Mamba layers have {self.groups} groups",
+                "Use a number that divides the groups, or that they divide",
+            )
+        return replace(self, heads=self.heads // ranks, groups=-(-self.groups // ranks))
+
+    def layer_spec(self) -> LayerSpec:
+        """See StateMixerConfig."""
+        conv = StateTensor("conv", (self.conv_channels, self.d_conv - 1), self.itemsize)
+        ssm = StateTensor("ssm", (self.heads, self.head_dim, self.d_state), STATE_ITEMSIZE)
+        return LayerSpec(
+            0, 0, state_tensors=(conv, ssm), saved_inputs=(SavedInput(self.conv_channels), SavedInput(self.heads))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -11,7 +11,6 @@ from typing import NamedTuple
 from quire.config import PAGE_TABLE_MEMORIES, EngineConfig
 from quire.errors import StartupError
 from quire.memory.jenga.page_sizes import (
-    MAX_LARGE_BYTES,
     PAGE_ALIGNMENT,
     LayerType,
     max_large_bytes,
@@ -209,17 +208,7 @@ def group_layers(config: EngineConfig, spec: ModelSpec, itemsize: int) -> list[t
                 f"--page-sizes is gcd, and no sets of layers have equal bytes: {shown}"[:400], PAGE_SIZE_HINT
             )
         return [layers[at : at + n] for layers, n in zip(sets, counts) for at in range(0, len(layers), n)]
-    if config.experiment.page_sizes == "lcm" and len(sets) > 1:
-        sets = [part for layers in sets for part in _split_states(spec, layers)]
     return sets + embed_groups
-
-
-def _split_states(spec: ModelSpec, layers: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the layers of a group in equal parts, as few as have states that fit in a large page of any pool."""
-    states = sum(spec.layers[i].state_bytes for i in layers)
-    least = -(-states // MAX_LARGE_BYTES)
-    size = next((n for n in range(len(layers), 0, -1) if len(layers) % n == 0 and len(layers) >= n * least), 1)
-    yield from (layers[at : at + size] for at in range(0, len(layers), size))
 
 
 def _is_state(spec: ModelSpec, layers: Sequence[int]) -> bool:
@@ -300,7 +289,8 @@ def stores_states(config: EngineConfig) -> bool:
 
 def _plan_large_pages(types: Sequence[LayerType], limit: int) -> tuple[list[int], int]:
     """Return the page sizes of the types, and that of large pages, or 0 if padding makes all pages equal. StartupError
-    if large pages exceed `limit` bytes."""
+    if large pages exceed `limit` bytes, and the largest type's pages: those of states may have 100 MB and more."""
+    limit = max(limit, *(kind.max_padded_bytes for kind in types))
     plan = plan_pages(types, limit)
     if plan.large_bytes > limit:
         exact = plan_pages(types, None).large_bytes

@@ -18,6 +18,7 @@ from quire.layers.embedding import Embedding
 from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
 from quire.layers.mamba import MambaMixer
+from quire.layers.mamba2 import Mamba2Mixer
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.module_list import module_list
 from quire.layers.moe import SparseMLP
@@ -26,8 +27,15 @@ from quire.layers.pipeline import make_layers
 from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import shard_heads, shard_vocab
+from quire.layers.short_conv import ShortConvMixer
 from quire.layers.softcap import Softcap
-from quire.layers.state_config import DeltaRuleConfig, MambaConfig, StateMixerConfig
+from quire.layers.state_config import (
+    DeltaRuleConfig,
+    Mamba2Config,
+    MambaConfig,
+    ShortConvConfig,
+    StateMixerConfig,
+)
 from quire.layers.state_mixer import StateMixer
 from quire.models.architectures import read_model_config
 from quire.models.decoder_config import DecoderConfig
@@ -79,6 +87,8 @@ class Attention(nn.Module):
 
 STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {
     MambaConfig: MambaMixer,
+    ShortConvConfig: ShortConvMixer,
+    Mamba2Config: Mamba2Mixer,
     DeltaRuleConfig: DeltaRuleMixer,
 }
 """The mixers with states, by their declarations."""
@@ -99,7 +109,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention_norm = make_norm(s, dtype, device, first=layer == 0)
         kind = s.layers[layer]
-        self.layer = layer
+        self.layer, self.residual_scale = layer, s.residual_scale
         self.mixer: StateMixer | None = None
         if kind.mixer == "state":
             assert s.state_mixer is not None, "a model with layers with states declares their mixer"
@@ -111,8 +121,10 @@ class DecoderLayer(nn.Module):
         if kind.feed_forward != "none":
             self.mlp_norm = make_norm(s, dtype, device)
         if kind.feed_forward == "mlp":
-            mlp = GatedMLP if s.gated else MLP
-            self.mlp = mlp(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard)
+            options = s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard
+            scaled = s.residual_scale is not None
+            self.mlp = GatedMLP(*options, output_modified=scaled) if s.gated else MLP(*options)
+            assert s.gated or not scaled, "a plain block is not scaled"
         elif kind.feed_forward == "experts":
             assert s.experts is not None, "a model with experts declares them"
             self.experts = SparseMLP(s.hidden, s.experts, s.activation, dtype, device, shard)
@@ -126,12 +138,17 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the rest of the layer: return x and the next residual."""
+        if self.residual_scale is not None:
+            mixed = mixed * self.residual_scale  # not the output, which ranks may be sending already
         return self.run_mlp(x, (self.attention if self.mixer is None else self.mixer).out(mixed))
 
     def run_mlp(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Run the feed-forward block, if there is one."""
         mlp = self.mlp or self.experts
-        return x, delta if mlp is None else mlp(self.mlp_norm(x, delta))
+        if mlp is None:
+            return x, delta
+        delta = mlp(self.mlp_norm(x, delta))
+        return x, delta if self.residual_scale is None else delta.mul_(self.residual_scale)
 
 
 def arrange_rows(model: nn.Module, s: DecoderConfig, sources: dict[str, WeightSource]) -> dict[str, WeightSource]:
@@ -284,6 +301,8 @@ class Decoder(ShardedModule):
         columns, padding included."""
         assert self.head is not None, "only the last stage has logits"
         logits = self.head(hidden if self.project_out is None else self.project_out(hidden))
+        if self.config.logits_scale is not None:
+            logits.mul_(self.config.logits_scale)
         if self.softcap is not None:
             logits = self.softcap(logits)
         return gather_logits(logits, self.vocab_shard, None if local else self.exchange)

@@ -42,9 +42,10 @@ class DecoderConfig:
     `pre_norms` x += norm(f(x)). Norms are RMS norms, with `norm_offset` of weights stored minus one, or with
     `layer_norm` layer norms. `qk_norm`: queries and keys are normalised, "head" each head, "projection" all heads
     together. Products of queries and keys are multiplied by `scale` (None: head_dim ** -0.5) and bounded by `softcap`,
-    logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by `embed_scale`. With
-    `attention_gate` each number of an attention's output is multiplied by the sigmoid of a gate, which a checkpoint has
-    among the queries: for each head its queries, then its gates.
+    logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by `embed_scale`, f(norm(x)) by
+    `residual_scale`, and logits by `logits_scale`. With `attention_gate` each number of an attention's output is
+    multiplied by the sigmoid of a gate, which a checkpoint has among the queries: for each head its queries, then its
+    gates.
 
     `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
     `position_offset`. `extra_tokens` have embeddings, but are never generated. `experts` are those of layers that have
@@ -81,6 +82,8 @@ class DecoderConfig:
     softcap: float | None = None
     final_softcap: float | None = None
     embed_scale: float | None = None
+    residual_scale: float | None = None
+    logits_scale: float | None = None
     layers: tuple[LayerConfig, ...]
     selection: SnapKVSelection = field(default_factory=SnapKVSelection)
     state_mixer: StateMixerConfig | None = None

@@ -25,7 +25,11 @@ MAX_HEAD_DIM, MAX_HEADS = 256, 2**12
 PARTIAL = 0.25
 """The part of a head that is rotated, unless config.json has one."""
 THEIR_MIXER = "layers.*.linear_attn."
-NAMES: WeightNames = {**LLAMA_NAMES, **prefixed("layers.*.mixer", THEIR_MIXER, DELTA_RULE_NAMES)}
+GATED_NAMES: WeightNames = {
+    **LLAMA_NAMES,
+    "layers.*.attention.qkv": tuple(f"layers.*.self_attn.{x}_proj" for x in "qqkv"),
+}
+NAMES: WeightNames = {**GATED_NAMES, **prefixed("layers.*.mixer", THEIR_MIXER, DELTA_RULE_NAMES)}
 QWEN3_NEXT_NAMES: WeightNames = {
     **NAMES,
     "layers.*.mixer.in_proj": f"{THEIR_MIXER}in_proj_qkvz",
@@ -33,7 +37,7 @@ QWEN3_NEXT_NAMES: WeightNames = {
 }
 QWEN3_5_NAMES: WeightNames = {
     **NAMES,
-    "layers.*.mixer.in_proj": tuple(f"{THEIR_MIXER}in_proj_{x}" for x in ("qkv", "z")),
+    "layers.*.mixer.in_proj": tuple(f"{THEIR_MIXER}in_proj_{x}" for x in ("qkv", "qkv", "qkv", "z")),
     "layers.*.mixer.ba_proj": tuple(f"{THEIR_MIXER}in_proj_{x}" for x in "ba"),
 }
 
@@ -42,7 +46,8 @@ def read_qwen3_next(fields: ConfigReader) -> DecoderConfig:
     """Qwen3-Next (Qwen team, 2025): experts and a shared one in all layers, or those of `decoder_sparse_step` and
     `mlp_only_layers`."""
     experts, sparse = read_qwen3_next_experts(fields), read_sparse_layers(fields)
-    return _declare(fields, experts if sparse else None, sparse, QWEN3_NEXT_NAMES, kv_heads=2, intermediate=5632)
+    inner = fields.get_int("intermediate_size", 5632)
+    return _declare(fields, experts if sparse else None, sparse, QWEN3_NEXT_NAMES, kv_heads=2, intermediate=inner)
 
 
 def read_qwen3_next_experts(fields: ConfigReader) -> ExpertsConfig:

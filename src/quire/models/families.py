@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.errors import StartupError, short_repr
 from quire.layers.rope_config import RopeConfig
-from quire.models.config_reader import REQUIRED, ConfigReader
+from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.layer_types import (
     FULL,
@@ -87,10 +87,10 @@ def declare(fields: ConfigReader, **declared: Any) -> DecoderConfig:
 
 def declare_gated(
     fields: ConfigReader, layers: Iterable[LayerConfig], max_len: int, *, kv_heads: int | None = None,
-    head_dim: int | None = None, intermediate: Any = REQUIRED, tied: bool = False, **declared: Any,
+    head_dim: int | None = None, tied: bool = False, **declared: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """Return a model with the keys that Llama's relatives share. `kv_heads`, `head_dim`, `intermediate` and `tied` are
-    defaults; others are those of Llama."""
+    """Return a model with the keys that Llama's relatives share. `kv_heads`, `head_dim` and `tied` are defaults; others
+    are those of Llama."""
     hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
     kv_heads, head_dim = read_heads(fields, heads, kv_heads or heads, head_dim or hidden // heads)
     if head_dim % 2 or not head_dim:
@@ -108,6 +108,8 @@ def declare_gated(
     values = {
         "family": "llama",
         "activation": fields.get_str("hidden_act", "silu"),
+        "intermediate": declared.get("intermediate") or fields.get_int("intermediate_size"),
+        "tied": fields.get_bool("tie_word_embeddings", tied),
         "norm_eps": fields.get_float("rms_norm_eps", 1e-6),
         "weight_names": LLAMA_NAMES,
     }
@@ -117,8 +119,6 @@ def declare_gated(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=fields.get_int("intermediate_size", intermediate),
-        tied=fields.get_bool("tie_word_embeddings", tied),
         max_len=max_len,
         layers=tuple(layer._replace(budget=budget) for layer, budget in zip(layers, budgets)),
         selection=selection,

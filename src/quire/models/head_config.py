@@ -13,6 +13,7 @@ from quire.layers.experts_config import ExpertsConfig
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.delta_rule_families import (
+    GATED_NAMES,
     PARTIAL,
     read_gated_attention,
     read_qwen3_5_experts,
@@ -275,7 +276,7 @@ def read_mimo_mtp(own: ConfigReader) -> HeadConfig:
 def read_qwen3_next_mtp(own: ConfigReader) -> HeadConfig:
     """The MTP layer of Qwen3-Next (Qwen team, 2025): a layer of gated attention, with experts if layer 0 has some."""
     experts = read_qwen3_next_experts(own) if 0 in read_sparse_layers(own) else None
-    return _declare_qwen_mtp(own, experts, kv_heads=2, intermediate=5632)
+    return _declare_qwen_mtp(own, experts, kv_heads=2, intermediate=own.get_int("intermediate_size", 5632))
 
 
 def read_qwen3_5_mtp(own: ConfigReader) -> HeadConfig:
@@ -294,7 +295,7 @@ def _declare_qwen_mtp(own: ConfigReader, experts: ExpertsConfig | None, **rows: 
     are the target's."""
     target = _read_target(own, "mtp")
     own.require_value("mtp_use_dedicated_embeddings", False)
-    names = LLAMA_NAMES if experts is None else {**LLAMA_NAMES, **qwen_expert_names(experts)}
+    names = GATED_NAMES if experts is None else {**GATED_NAMES, **qwen_expert_names(experts)}
     return _declare_head(
         own,
         target,

@@ -37,7 +37,7 @@ from quire.weights.fp8 import (
 from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
 from quire.weights.low_bit import choose_formats, low_bit_layers, set_rows
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
-from quire.weights.stacked_experts import UnstackedFile
+from quire.weights.stacked_tensors import UnstackedFile
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ def load_weights(
     ignored = (*every.ignored_weights, IGNORED_SCALES) if fp8 is not None else every.ignored_weights
     elsewhere = {name for source in every.weight_sources().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
+    stacked = {name.partition("[")[0] for name in (*targets, *elsewhere) if name.endswith("]")}
     files = tensor_files(folder)
     mappings, read_bytes = list[MappedFile](), 0
     zero_padding(model)
@@ -133,7 +134,7 @@ def load_weights(
         for path in files:
             try:
                 with safe_open(path, framework="pt", device=str(device)) as opened:
-                    file = UnstackedFile(opened)
+                    file = UnstackedFile(opened, lambda key: _strip_prefix(key, every.weight_prefixes) in stacked)
                     mapped: MappedFile | None = None
                     for key in file.names:
                         name = _strip_prefix(key, every.weight_prefixes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -67,8 +67,9 @@ def tensor_slices(model: Model, name: str, source: WeightSource) -> tuple[Tensor
         return (None,) * len(source.tensors)
     columns, parameter = shards.columns, model.get_parameter(name)
     width = tuple(parameter.shape[1:]) if columns is None else (columns.total,)
-    first = len(shards.rows) - len(source.tensors) + 1  # projections of the first tensor
-    by_tensor = [shards.rows[:first], *((rows,) for rows in shards.rows[first:])]
+    separate = len(source.tensors) > 1
+    ends = accumulate(source.projections if separate else (len(shards.rows),), initial=0)
+    by_tensor = [shards.rows[first:end] for first, end in pairwise(ends)]
     return tuple(
         TensorSlice(
             (sum(rows.total for rows in parts), *width),
