@@ -40,6 +40,7 @@ from quire.kernels.triton import (
     copy_engine_pair,
     copy_pages,
     decode,
+    delta_rule,
     fast_launch,
     fp8_linear,
     fused_moe,
@@ -212,6 +213,16 @@ def heads_with_states() -> None:
         ssd.gated_norm(x.flatten(1), zeros(4, inner), zeros(inner), groups, 1e-5)
 
 
+def delta_rules() -> None:
+    """Qwen3-Next's, and in a narrow shape."""
+    for keys, heads, key_dim, value_dim, ssm in ((16, 32, 128, 128, torch.float32), (3, 3, 40, 24, DTYPE)):
+        states, wide, values = zeros(4, heads, key_dim, value_dim, dtype=ssm), torch.zeros(heads), heads * value_dim
+        both = zeros(4, 2 * keys * key_dim + 2 * values)
+        plan = StatePlan(*ints(4, 4), ints(4, 2), 512)
+        delta_rule.gated_delta_rule(both[:, :-values], zeros(4, 2 * heads), wide, wide, states, plan, pdl=PDL)
+        delta_rule.gated_norm(zeros(4, values), both[:, -values:], zeros(value_dim), 1e-6, pdl=PDL)
+
+
 def mixtures() -> None:
     """Of one token, of a batch, of prompts; weights in FP8 too, with scales by row and by group."""
     shapes, half = ((16, 2 * 1024, 4096), (16, 4096, 1024)), (None, None)
@@ -329,6 +340,7 @@ if __name__ == "__main__":
     layers()
     states()
     heads_with_states()
+    delta_rules()
     mixtures()
     samples()
     sums()

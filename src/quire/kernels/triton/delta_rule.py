@@ -43,7 +43,10 @@ def _unit(x):
 
 
 @fast_launch
-@triton.jit(do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes"])
+@triton.jit(
+    do_not_specialize=["qkv_stride", "ba_stride", "width"],  # one kernel, and so the same bits, for all steps
+    do_not_specialize_on_alignment=["offsets", "lengths", "starts", "reads", "writes"],
+)
 def _delta_rule(
     qkv, ba, A, dt_bias, out, states, offsets, lengths, starts, reads, writes, qkv_stride, ba_stride, page_stride,
     width, scale,
@@ -125,7 +128,7 @@ def gated_delta_rule(
 
 @fast_launch
 @triton.jit
-def _gated_norm(
+def _norm_gate(
     x, gate, weight, out, gate_stride, eps, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +156,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pdl: bool
     assert gate.stride(1) == 1, "rows of the gate are contiguous"
     out, heads = torch.empty_like(x), numbers // dim
     if tokens:
-        _gated_norm[(tokens * heads,)](
+        _norm_gate[(tokens * heads,)](
             x, gate, weight, out, gate.stride(0), eps, HEADS=heads, DIM=dim, BLOCK=power_of_2(dim), PDL=pdl,
             num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
