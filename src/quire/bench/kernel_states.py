@@ -1,5 +1,6 @@
 """Families of `quire bench kernels`: running states (one token a row, and whole prompts) and mixtures of experts, in
-the sizes of Jamba 52B; cross attention to images, in those of Llama 3.2 11B Vision.
+the sizes of Jamba 52B; the gated delta rule, in those of Qwen3-Next 80B; cross attention to images, in those of Llama
+3.2 11B Vision.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire.kernels.mamba_states import StateCache, StatePlan, make_state_tiles
 HIDDEN, FFN, EXPERTS, TOP = 4096, 14336, 16, 2
 INNER, SIZE, TAPS = 8192, 16, 4
 LAYERS, RUN = 28, 512
+DELTA_KEYS, DELTA_HEADS = 16, 32
 ROWS = (1, 8, 64, 256)
 PICTURE, KV_HEADS, HEADS, DIM, PAGE = 6404, 8, 32, 128, 16
 PROMPTS = ((8, 8192), (1, 8192), (64, 128))  # rows, and tokens of each row
@@ -67,6 +69,30 @@ def states() -> Iterator[Case]:
             yield from _steps(rows, ssm, name, weights)
         for rows, length in PROMPTS:
             yield from _prompts(rows, length, ssm, name, weights)
+
+
+def delta_rules() -> Iterator[Case]:
+    """Yield the cases of the gated delta rule in the sizes of Qwen3-Next 80B, with states in fp32: one token a row, by
+    the bytes of their states; and prompts, by those of their tokens."""
+    from quire.kernels.triton.delta_rule import gated_delta_rule
+
+    channels, values = 2 * DELTA_KEYS * DIM + DELTA_HEADS * DIM, DELTA_HEADS * DIM
+    wide = torch.zeros(DELTA_HEADS, device="cuda")
+    for rows, length in (*((rows, 1) for rows in ROWS), *PROMPTS):
+        total, runs = rows * length, -(-length // RUN)
+        moved = total * (channels + values) * 2 if length > 1 else 2 * rows * values * DIM * 4
+        copies = inputs(moved)
+        states = torch.zeros((copies * rows * runs + 1, DELTA_HEADS, DIM, DIM), device="cuda")
+        pages = torch.arange(1, len(states), device="cuda").view(copies, rows, runs)
+        lengths, offsets = torch.full((rows,), length, device="cuda"), torch.arange(rows, device="cuda") * length
+        starts, reads = torch.zeros_like(lengths), torch.full_like(lengths, -1)
+        plans = [StatePlan(offsets, lengths, starts, reads if length > 1 else one[:, 0], one, RUN) for one in pages]
+        qkv, ba = _random(total, channels), _random(total, 2 * DELTA_HEADS)
+        calls: list[Call] = [
+            partial(gated_delta_rule, qkv, ba, wide - 1, wide, states, plan, pdl=True) for plan in plans
+        ]
+        name = "delta rule of prompts" if length > 1 else "delta rule, a token a row"
+        yield Case(name, f"{rows} x {length}" if length > 1 else f"{rows} rows", calls, moved)
 
 
 def _steps(rows: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator[Case]:

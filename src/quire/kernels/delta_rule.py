@@ -86,6 +86,6 @@ def _run_chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, sta
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of each head of x [T, heads dim], times weight [dim] and silu(gate) [T, heads dim], in fp32,
     rounded once."""
-    heads = x.float().view(len(x), -1, len(weight))
+    heads = x.float().unflatten(1, (-1, len(weight)))
     normed = F.rms_norm(heads, weight.shape, weight.float(), eps).flatten(1)
     return (normed * F.silu(gate.float())).to(x.dtype)

@@ -195,6 +195,24 @@ def test_bits_do_not_depend_on_cuts_nor_neighbours(cuts: tuple[int, ...]) -> Non
     assert torch.equal(whole.states[pages], again.states[pages])
 
 
+PLANTED: dict[str, tuple[str, Any]] = {
+    "keys that keep their length": ("_unit", lambda x: x),
+    "a chunk that forgets the one before": ("CHUNK", 5),
+    "states that are not written": ("write_pages", lambda states, pages, values: None),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong = PLANTED[bug]
+    if name == "CHUNK":
+        inner = delta_rule._run_chunk
+        monkeypatch.setattr(delta_rule, "_run_chunk", lambda *args: inner(*args[:5], args[5] * 0))
+    monkeypatch.setattr(delta_rule, name, wrong)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(step([(3, 12), (0, 9)]), "torch")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", [*BOTH][::-1])
 @pytest.mark.parametrize(("tokens", "heads", "dim"), [(5, 3, 10), (1, 4, 128), (0, 1, 4)])
@@ -204,4 +222,4 @@ def test_gated_norm(tokens: int, heads: int, dim: int, name: str, dtype: torch.d
     got = BOTH[name].gated_norm(x, wide[:, 2:], weight, 1e-3)
     each = numpy(x).reshape(tokens, heads, dim)
     normed = each / np.sqrt((each * each).mean(2, keepdims=True) + 1e-3) * numpy(weight)
-    near(got, normed.reshape(tokens, -1) * silu(numpy(wide[:, 2:])))
+    near(got, normed.reshape(x.shape) * silu(numpy(wide[:, 2:])))
