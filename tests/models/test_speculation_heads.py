@@ -175,15 +175,39 @@ def test_mtp_layers_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
         head_of(tmp_path, mtp_config(config, read_spec(config)))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers in config.json is 0: the model has no MTP layer"),
+        ({"mtp_num_hidden_layers": None}, "mtp_num_hidden_layers in config.json is None"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
+        ({"attn_output_gate": False}, "attn_output_gate=False"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_other_mtp_layers_of_qwen3_5_are_refused(
+    nested: bool, settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    qwen(tmp_path, "qwen3_5_text")
+    config = read_config(tmp_path)
+    spec = read_spec(config)
+    if nested:
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**config, **settings}}
+    with pytest.raises(StartupError, match=words):
+        read_spec(mtp_config({**config, **settings}, spec))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp of qwen3_next"])
 def test_ranks_share_out_a_head(kind: str, tmp_path: Path) -> None:
     wide = {**TARGET, "hidden_size": 64, "num_attention_heads": 8}
     if kind == "mtp":
         mimo(tmp_path / "target", **{**wide, "vocab_size": 256})
+    elif kind != "eagle3":
+        qwen(tmp_path / "target", **{**wide, **ATTENTION, "num_hidden_layers": 3, "vocab_size": 256})
     else:
         saved("llama", {**wide, "vocab_size": 256}, tmp_path / "target")
     where, config = tmp_path / "target", read_config(tmp_path / "target")
-    if kind == "mtp":
+    if kind != "eagle3":
         full = mtp_config(config, read_spec(config))
     else:
         settings = {**HEAD, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 256, "draft_vocab_size": 130}
