@@ -35,29 +35,26 @@ def gated_delta_rule(qkv: Tensor, ba: Tensor, A: Tensor, dt_bias: Tensor, states
     keys = (qkv.shape[1] - values) // 2
     out = torch.empty((len(qkv), values), dtype=qkv.dtype, device=qkv.device)
     for group in row_groups(plan):
-        rows, at = len(group.rows), group.tokens
-
-        def by_head(x: Tensor, dim: int, rows: int = rows) -> Tensor:
-            """Return x [tokens, numbers] as [rows, heads, length, dim] in fp32."""
-            parts = x.float().view(rows, -1, x.shape[1] // dim, dim).transpose(1, 2)
-            return parts.repeat_interleave(heads // parts.shape[1], dim=1)
-
-        q, k, v = (
-            by_head(x, dim) for x, dim in zip(qkv[at].split((keys, keys, values), 1), (key_dim, key_dim, value_dim))
-        )
-        q, k = _unit(q) * key_dim**-0.5, _unit(k)
-        b, a = ba[at].float().view(rows, -1, 2, heads).permute(2, 0, 3, 1)
-        decay, rate = A[:, None] * F.softplus(a + dt_bias[:, None]), b.sigmoid()  # the decay's logarithm
-        state, done, parts = read_pages(states, plan.read_pages[group.rows]).float(), 0, []
+        rows, done = len(group.rows), 0
+        tokens, state = group.tokens.view(rows, -1), read_pages(states, plan.read_pages[group.rows]).float()
         for j, end in enumerate(group.ends):
             for first in range(done, end, CHUNK):
-                some = (slice(None), slice(None), slice(first, min(first + CHUNK, end)))
-                y, state = _run_chunk(q[some], k[some], v[some], decay[some], rate[some], state)
-                parts.append(y)
+                at = tokens[:, first : min(first + CHUNK, end)].flatten()
+                parts = zip(qkv[at].split((keys, keys, values), dim=1), (key_dim, key_dim, value_dim))
+                q, k, v = (_by_head(x, rows, heads, dim) for x, dim in parts)
+                b, a = ba[at].float().view(rows, -1, 2, heads).permute(2, 0, 3, 1)
+                decay = A[:, None] * F.softplus(a + dt_bias[:, None])  # its logarithm
+                y, state = _run_chunk(_unit(q) * key_dim**-0.5, _unit(k), v, decay, b.sigmoid(), state)
+                out[at] = y.transpose(1, 2).reshape(-1, values).to(out.dtype)
             write_pages(states, plan.write_pages[group.rows, j], state)
             done = end
-        out[at] = torch.cat(parts, dim=2).transpose(1, 2).reshape(-1, values).to(out.dtype)
     return out
+
+
+def _by_head(x: Tensor, rows: int, heads: int, dim: int) -> Tensor:
+    """Return x [tokens, numbers] as [rows, heads, length, dim] in fp32; a head of x serves adjacent heads."""
+    parts = x.float().view(rows, -1, x.shape[1] // dim, dim).transpose(1, 2)
+    return parts.repeat_interleave(heads // parts.shape[1], dim=1)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -240,9 +240,11 @@ def _scan_chunk(
 
 
 def read_pages(states: Tensor, pages: Tensor) -> Tensor:
-    """Return a copy of these pages [rows, *], zero where the id is below 0. Selects instead of multiplying, because
-    page 0 may hold any bytes."""
-    return torch.where((pages < 0).view(-1, *[1] * (states.dim() - 1)), 0, states[pages.clamp(min=0)])
+    """Return a copy of these pages [rows, *], zero where the id is below 0. Sets instead of multiplying, because page 0
+    may hold any bytes."""
+    found = states[pages.clamp(min=0)]
+    found[pages < 0] = 0
+    return found
 
 
 def write_pages(states: Tensor, pages: Tensor, values: Tensor) -> None:
