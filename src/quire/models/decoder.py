@@ -255,7 +255,7 @@ class Decoder(ShardedModule):
         s = self.config
         sources = expand_weight_names(self, s.weight_names, s.transposed_weights)
         for name, source in sources.items():
-            if not (name.startswith("layers.") and name.endswith(".attention.qkv.weight")):
+            if not (name.startswith("layers.") and name.endswith((".attention.qkv.weight", ".attention.qkv.bias"))):
                 continue
             if s.grouped_qkv:
                 sizes = s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim
@@ -265,7 +265,7 @@ class Decoder(ShardedModule):
         return sources
 
     def _qkv_row_order(self, name: str) -> tuple[int, ...]:
-        """Return the row order of a qkv weight: queries and keys as rotation needs them, values unchanged."""
+        """Return the row order of a qkv weight or bias: queries and keys as rotation needs them, values unchanged."""
         qkv, [rope] = self.get_submodule(name.rpartition(".")[0]), self.config.ropes
         assert isinstance(qkv, Linear), f"{name} is no weight of a linear layer"
         *rotated, values = qkv.output_sizes
