@@ -69,6 +69,17 @@ NEMOTRON_H: dict[str, Any] = {  # transformers limits steps in prompts alone
     "max_position_embeddings": 2048,
     "time_step_min": 1e-12,
 }
+BAMBA: dict[str, Any] = {
+    **COMMON,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
 LFM2: dict[str, Any] = {
     **COMMON, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 2048, "block_multiple_of": 16, "tie_word_embeddings": True,
@@ -114,6 +125,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h, biased, attention last": (
         "nemotron_h",
         {**NEMOTRON_H, "hybrid_override_pattern": "*-MM-*", "mlp_bias": True, "use_bias": True},
+    ),
+    "bamba": ("bamba", {**BAMBA, "attn_layer_indices": [1]}),
+    "bamba, biased, attention last": (
+        "bamba",
+        {
+            **BAMBA,
+            "attn_layer_indices": [0, 2],
+            "mamba_n_groups": 2,
+            "mlp_bias": True,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+        },
     ),
     "lfm2": ("lfm2", {**LFM2, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
     "lfm2, biased": ("lfm2", {**LFM2, "full_attn_idxs": [0, 2], "conv_bias": True, "conv_L_cache": 5}),

@@ -194,6 +194,7 @@ def test_every_declared_family_has_a_case() -> None:
             "MambaForCausalLM",
             "FalconMambaForCausalLM",
             "Mamba2ForCausalLM",
+            "BambaForCausalLM",
             "NemotronHForCausalLM",
             "GraniteMoeHybridForCausalLM",
             "Lfm2ForCausalLM",

@@ -249,8 +249,7 @@ def files(oracle: Any, tmp_path: Path) -> Files:
         ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "has s_aux, which quire's has not"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "neither causal nor a causal window"),
         (
-            {"architectures": ["BambaForCausalLM"], "model_type": "bamba", "mamba_n_heads": 8,
-             "attn_layer_indices": [1]},
+            {"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"},
             "layers with states",
         ),
         ({"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}, "more than text"),

@@ -177,19 +177,22 @@ def causal_conv(
     and those before it, plus bias, through SiLU if `silu`; computed in fp32 and rounded once. Reads and writes the
     plan's states."""
     out, earlier = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1] - 1
-    kernel, shift = weight.float()[:, None], None if bias is None else bias.float()
+    taps, shift = weight.float().t().contiguous(), None if bias is None else bias.float()
     for group in row_groups(plan):
-        tokens = x[group.tokens].view(len(group.rows), -1, x.shape[1]).transpose(1, 2)  # [rows, d_inner, length]
-        inputs = torch.cat((read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype), tokens), dim=2)
-        if inputs.shape[2] == earlier + 1:  # a convolution of one output is slow on a CPU
-            wide = (inputs.float() * kernel[:, 0]).sum(2, keepdim=True)
-            wide = wide if shift is None else wide.add_(shift[:, None])
-        else:
-            wide = F.conv1d(inputs.float(), kernel, shift, groups=len(weight))
-        wide = F.silu(wide) if silu else wide
-        out[group.tokens] = wide.to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
+        tokens = x[group.tokens].unflatten(0, (len(group.rows), -1))  # [rows, length, d_inner]
+        states = read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype)
+        inputs, parts = torch.cat((states.transpose(1, 2), tokens), dim=1), []
+        for first in range(0, tokens.shape[1], CONV_TILE):  # a tile fits into a CPU's cache
+            part = inputs[:, first : first + CONV_TILE + earlier].float()
+            length = part.shape[1] - earlier
+            wide = part[:, earlier:] * taps[earlier]
+            for k in range(earlier):
+                wide.addcmul_(part[:, k : k + length], taps[k])
+            wide = wide if shift is None else wide.add_(shift)
+            parts.append((F.silu(wide, inplace=True) if silu else wide).to(x.dtype))
+        out[group.tokens] = torch.cat(parts, dim=1).flatten(0, 1)
         for j, end in enumerate(group.ends):
-            write_pages(cache.conv, plan.write_pages[group.rows, j], inputs[:, :, end : end + earlier])
+            write_pages(cache.conv, plan.write_pages[group.rows, j], inputs[:, end : end + earlier].transpose(1, 2))
     return out
 
 

@@ -31,14 +31,19 @@ def ssd_scan(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for group in row_groups(plan):
         rows, at = len(group.rows), group.tokens
+        if group.ends == [1] and cache.ssm.dtype == torch.float32:
+            delta = F.softplus(dt[at].float() + bias).clamp_(*limits)
+            for row, numbers in zip(group.rows, zip(x[at].float(), delta, B[at].float(), C[at].float())):
+                pages = int(plan.read_pages[row]), int(plan.write_pages[row, 0])
+                out[plan.offsets[row]] = _advance_in_place(*numbers, A, D, cache.ssm, *pages).to(x.dtype)
+            continue
         v, d, b, c = (tensor[at].float().unflatten(0, (rows, -1)) for tensor in (x, dt, B, C))
         delta = F.softplus(d + bias).clamp(*limits)
         h, done, parts = read_pages(cache.ssm, plan.read_pages[group.rows]).float(), 0, []
         for j, end in enumerate(group.ends):
             for first in range(done, end, SSD_CHUNK):
                 chunk = slice(first, min(first + SSD_CHUNK, end))
-                advance = _single_token if end == 1 and first == 0 else _chunk
-                y, h = advance(v[:, chunk], delta[:, chunk], A, b[:, chunk], c[:, chunk], h)
+                y, h = _chunk(v[:, chunk], delta[:, chunk], A, b[:, chunk], c[:, chunk], h)
                 parts.append(y)
             write_pages(cache.ssm, plan.write_pages[group.rows, j], h)
             done = end
@@ -67,15 +72,21 @@ def _chunk(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor)
     return y.transpose(1, 2), added.addcmul_(h, total[..., -1].exp()[..., None, None])
 
 
-def _single_token(x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same for rows of one token."""
-    rows, _, heads, head_dim = x.shape
-    groups, size = B.shape[2:]
-    moved = (x * delta[..., None]).view(rows, groups, -1, 1)  # the channels of a group's heads one after another
-    h = h * (delta[:, 0] * A).exp_()[..., None, None]
-    grouped = h.view(rows, groups, -1, size)
-    grouped.addcmul_(moved, B.view(rows, groups, 1, size))
-    return (grouped @ C.view(rows, groups, size, 1)).view(rows, 1, heads, head_dim), h
+def _advance_in_place(
+    x: Tensor, delta: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, states: Tensor, read: int, write: int
+) -> Tensor:
+    """Return the output [heads, head_dim] of one token after the state in page `read`. The new one is computed in page
+    `write`, since a copy of a state takes as long as a step."""
+    h = states[write] if write >= 0 else torch.empty_like(states[0])
+    if read < 0:
+        h.zero_()
+    elif read != write:
+        h.copy_(states[read])
+    groups, size = B.shape
+    grouped = h.view(groups, -1, size)  # the channels of a group's heads one after another
+    h.mul_((delta * A).exp_()[:, None, None])
+    grouped.addcmul_((x * delta[:, None]).view(groups, -1, 1), B[:, None])
+    return (grouped @ C[:, :, None]).view(x.shape).addcmul_(x, D[:, None])
 
 
 def gated_norm(

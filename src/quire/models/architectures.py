@@ -58,6 +58,7 @@ ARCHITECTURES = {
     "FalconMambaForCausalLM": Architecture(state_families.read_falcon_mamba),
     "Mamba2ForCausalLM": Architecture(state_families.read_mamba2),
     "GraniteMoeHybridForCausalLM": Architecture(state_families.read_granite_hybrid),
+    "BambaForCausalLM": Architecture(state_families.read_bamba),
     "NemotronHForCausalLM": Architecture(state_families.read_nemotron_h),
     "Lfm2ForCausalLM": Architecture(state_families.read_lfm2),
     "MllamaForConditionalGeneration": Architecture(vision_language_families.read_mllama, "mllama:Mllama"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from quire.errors import StartupError, short_repr
@@ -162,11 +163,6 @@ def read_granite_hybrid(fields: ConfigReader) -> DecoderConfig:
     types = read_layer_types(fields, (FULL, "attention", "linear_attention", "mamba"))
     types = ("mamba",) * read_layer_count(fields) if types is None else types
     feed_forward = "experts" if count else "mlp"
-    heads = fields.get_int("mamba_n_heads", 128)
-    head_dim, expand = fields.config.get("mamba_d_head"), fields.get_int("mamba_expand", 2, MAX_EXPAND)
-    head_dim = expand * hidden // heads if head_dim in (None, "auto") else fields.get_int("mamba_d_head")
-    inner = "mamba_n_heads times mamba_d_head", heads * head_dim, "mamba_expand times hidden_size", expand * hidden
-    _check_inner(fields, *inner)
     logits_scaling, residual = fields.get_float("logits_scaling", 1.0), fields.get_float("residual_multiplier", 1.0)
     for name in ("attention_bias", "mamba_proj_bias") if residual != 1 else ():
         fields.require_value(name, False)  # the inputs of these products are multiplied
@@ -188,20 +184,7 @@ def read_granite_hybrid(fields: ConfigReader) -> DecoderConfig:
         residual_scale=_scale(residual),
         logits_scale=_scale(1.0 / logits_scaling),
         experts=experts,
-        state_mixer=Mamba2Config(
-            hidden=hidden,
-            itemsize=_read_itemsize(fields),
-            heads=heads,
-            heads_key="mamba_n_heads",
-            head_dim=head_dim,
-            groups=_read_groups(fields, "mamba_n_groups", 1, heads),
-            d_state=fields.get_int("mamba_d_state", 256, MAX_D_STATE),
-            d_conv=fields.get_int("mamba_d_conv", 4, MAX_D_CONV, MIN_D_CONV),
-            conv_bias=fields.get_bool("mamba_conv_bias", True),
-            bias=fields.get_bool("mamba_proj_bias", False),
-            norm_eps=eps,
-            step_limits=_read_step_limits(fields),
-        ),
+        state_mixer=_read_mamba2_mixer(fields, hidden, eps),
         weight_names=_granite_hybrid_names(count),
     )
 
@@ -291,6 +274,49 @@ def _read_nemotron_h_layers(fields: ConfigReader) -> tuple[list[LayerConfig], We
 
 def _scale(factor: float) -> float | None:
     return None if factor == 1 else factor
+
+
+def read_bamba(fields: ConfigReader) -> DecoderConfig:
+    """Bamba (IBM, Princeton and UIUC, 2024): Mamba-2 layers, and attention in some, which rotates half of each head."""
+    hidden, eps = fields.get_int("hidden_size"), fields.get_float("rms_norm_eps", 1e-5)
+    rope, max_len = read_rope(fields, partial=True)
+    rope = replace(rope, partial_rotary_factor=0.5)
+    attends = _read_attention_layers(fields, "attn_layer_indices", [])
+    return declare_gated(
+        fields,
+        [LayerConfig(rope=rope) if one else LayerConfig(mixer="state") for one in attends],
+        max_len,
+        family="bamba",
+        **read_biases(fields),
+        kv_heads=8,
+        mlp_bias=fields.get_bool("mlp_bias", False),
+        norm_eps=eps,
+        state_mixer=_read_mamba2_mixer(fields, hidden, eps),
+        weight_names={**JAMBA_NAMES, **prefixed("layers.*.mixer", "layers.*.mamba.", MAMBA2_NAMES)},
+    )
+
+
+def _read_mamba2_mixer(fields: ConfigReader, hidden: int, eps: float) -> Mamba2Config:
+    """Return the mixer that the keys of Granite 4 and Bamba describe."""
+    heads, expand = fields.get_int("mamba_n_heads", 128), fields.get_int("mamba_expand", 2, MAX_EXPAND)
+    is_auto = fields.config.get("mamba_d_head") in (None, "auto")
+    head_dim = expand * hidden // heads if is_auto else fields.get_int("mamba_d_head")
+    inner = "mamba_n_heads times mamba_d_head", heads * head_dim, "mamba_expand times hidden_size", expand * hidden
+    _check_inner(fields, *inner)
+    return Mamba2Config(
+        hidden=hidden,
+        itemsize=_read_itemsize(fields),
+        heads=heads,
+        heads_key="mamba_n_heads",
+        head_dim=head_dim,
+        groups=_read_groups(fields, "mamba_n_groups", 1, heads),
+        d_state=fields.get_int("mamba_d_state", 256, MAX_D_STATE),
+        d_conv=fields.get_int("mamba_d_conv", 4, MAX_D_CONV, MIN_D_CONV),
+        conv_bias=fields.get_bool("mamba_conv_bias", True),
+        bias=fields.get_bool("mamba_proj_bias", False),
+        norm_eps=eps,
+        step_limits=_read_step_limits(fields),
+    )
 
 
 def _granite_hybrid_names(experts: int) -> WeightNames:
@@ -411,14 +437,19 @@ def read_lfm2(fields: ConfigReader) -> DecoderConfig:
 
 def _read_lfm2_attention_layers(fields: ConfigReader) -> list[bool]:
     """Return for each layer whether it attends: `layer_types`, else `full_attn_idxs` has it (all if it is absent)."""
-    types, layers = read_layer_types(fields, (FULL, "conv")), range(read_layer_count(fields))
+    types = read_layer_types(fields, (FULL, "conv"))
     if types is not None:
         return [name == FULL for name in types]
-    attends = fields.config.get("full_attn_idxs")
-    attends = list(layers) if attends is None else attends
+    return _read_attention_layers(fields, "full_attn_idxs", list(range(read_layer_count(fields))))
+
+
+def _read_attention_layers(fields: ConfigReader, key: str, default: list[int]) -> list[bool]:
+    """Return for each layer whether it is in the list `key` of layers that attend."""
+    attends, layers = fields.config.get(key), range(read_layer_count(fields))
+    attends = default if attends is None else attends
     if not isinstance(attends, list) or not all(type(layer) is int and layer in layers for layer in attends):
         raise StartupError(
-            f"full_attn_idxs in {fields.source} is {short_repr(attends)}",
+            f"{key} in {fields.source} is {short_repr(attends)}",
             f"It must list layers from 0 to {len(layers) - 1}",
         )
     return [layer in attends for layer in layers]
