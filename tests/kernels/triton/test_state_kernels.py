@@ -167,6 +167,17 @@ def test_no_bias() -> None:
         near(KERNELS[name][0](made.x, made.weight, None, made.cache, made.plan), want)
 
 
+@pytest.mark.parametrize("rows", [[Row(0, 1), Row(9, 1)], [Row(0, 70), Row(3, 2)]])
+def test_no_activation(rows: list[Row]) -> None:
+    for name in BOTH:
+        made = step(rows)
+        want = looped(made)
+        got = KERNELS[name][0](made.x, made.weight, made.conv_bias, made.cache, made.plan, silu=False)
+        near(got.double() * got.double().sigmoid(), want.conv)
+        for page, state in want.conv_states.items():
+            near(made.cache.conv[page], state)
+
+
 @pytest.mark.parametrize("name", BOTH[::-1])
 def test_decays_that_leave_nothing(name: str) -> None:
     """delta A far below what exp tells from 0, and delta's own input far above what exp can hold."""

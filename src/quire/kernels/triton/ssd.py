@@ -27,12 +27,37 @@ MIN_DOT = 16
 CHUNK, BLOCK, CHUNK_STATES = 64, 64, 8192
 """Of `_chunked`: the most tokens of a chunk and channels of a program; and the most numbers of a chunk's B, for which
 there is room in shared memory."""
+FEW = 4
+"""The most tokens of a row that `_chunked` takes one at a time: products take as long for one as for a whole chunk."""
 
 
 @triton.jit
 def _step_size(dt, bias, least, most):
     """Return softplus(dt + bias) within the limits."""
     return tl.minimum(tl.maximum(softplus(dt.to(tl.float32) + bias), least), most)
+
+
+@triton.jit
+def _scan_tokens(
+    h, x, dt, B, C, out, states, writes, offset, length, start, head, columns, group, inside, real, cells,
+    decay, skip, shift, least, most, x_stride, dt_stride, b_stride, c_stride, page_stride,
+    RUN: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Scan the tokens of a row one by one from states h. WIDTH: the channels of all heads."""
+    for i in range(length):
+        t = offset + i
+        v = tl.load(x + t * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        delta = _step_size(tl.load(dt + t * dt_stride + head), shift, least, most)
+        b = tl.load(B + t * b_stride + group, mask=real, other=0.0).to(tl.float32)
+        c = tl.load(C + t * c_stride + group, mask=real, other=0.0).to(tl.float32)
+        h = tl.fma(tl.zeros_like(h) + tl.exp2(delta * decay), h, (delta * v)[:, None] * b[None, :])
+        y = tl.fma(tl.zeros_like(v) + skip, v, tl.sum(h * c[None, :], axis=1))
+        tl.store(out + t * WIDTH + columns, y.to(out.dtype.element_ty), mask=inside)
+        after = start + i + 1
+        if (after % RUN == 0) | (i + 1 == length):
+            page = tl.load(writes + (after - 1) // RUN - start // RUN)
+            mask = inside[:, None] & real[None, :] & (page >= 0)
+            tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask)
 
 
 @fast_launch
@@ -57,19 +82,10 @@ def _recurrent(
     offset, length = tl.load(offsets + row), tl.load(lengths + row)
     h = tl.load(states + read * page_stride + cells, mask=mask & (read >= 0), other=0.0).to(tl.float32)
     tl.debug_barrier()  # the page that is written may be the one that other threads read
-    for i in range(length):
-        t = offset + i
-        v = tl.load(x + t * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        delta = _step_size(tl.load(dt + t * dt_stride + head), shift, least, most)
-        b = tl.load(B + t * b_stride + group, mask=real, other=0.0).to(tl.float32)
-        c = tl.load(C + t * c_stride + group, mask=real, other=0.0).to(tl.float32)
-        h = tl.fma(tl.zeros_like(h) + tl.exp2(delta * decay), h, (delta * v)[:, None] * b[None, :])
-        y = tl.fma(tl.zeros_like(v) + skip, v, tl.sum(h * c[None, :], axis=1))
-        tl.store(out + t * (HEADS * DIM) + columns, y.to(out.dtype.element_ty), mask=inside)
-        after = start + i + 1
-        if (after % RUN == 0) | (i + 1 == length):
-            page = tl.load(writes + row * width + (after - 1) // RUN - start // RUN)
-            tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask & (page >= 0))
+    _scan_tokens(
+        h, x, dt, B, C, out, states, writes + row * width, offset, length, start, head, columns, group, inside, real,
+        cells, decay, skip, shift, least, most, x_stride, dt_stride, b_stride, c_stride, page_stride, RUN, HEADS * DIM,
+    )  # fmt: skip
 
 
 @fast_launch
@@ -78,9 +94,10 @@ def _chunked(
     x, dt, A, B, C, D, bias, out, states, offsets, lengths, starts, reads, writes, x_stride, dt_stride, b_stride,
     c_stride, page_stride, width, least, most,
     RUN: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `_recurrent`, CHUNK tokens of a run at a time."""
+    """Do the same as `_recurrent`, CHUNK tokens of a run at a time, but one by one in rows of at most FEW tokens."""
     row, rest = (tl.program_id(0) // (HEADS * BLOCKS)).to(tl.int64), tl.program_id(0) % (HEADS * BLOCKS)
     head, channel, n = rest // BLOCKS, rest % BLOCKS * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED)
     inside, real, i = channel < DIM, n < SIZE, tl.arange(0, CHUNK)
@@ -91,7 +108,14 @@ def _chunked(
     offset, length = tl.load(offsets + row), tl.load(lengths + row)
     h = tl.load(states + read * page_stride + cells, mask=mask & (read >= 0), other=0.0).to(tl.float32)
     tl.debug_barrier()  # the page that is written may be the one that other threads read
-    final = tl.where(length > 0, (start + length - 1) // RUN + 1, start // RUN)
+    if length <= FEW:
+        _scan_tokens(
+            h, x, dt, B, C, out, states, writes + row * width, offset, length, start, head, columns, group, inside,
+            real, cells, decay, skip, shift, least, most, x_stride, dt_stride, b_stride, c_stride, page_stride, RUN,
+            HEADS * DIM,
+        )  # fmt: skip
+        return
+    final = (start + length - 1) // RUN + 1
     for run in range(start // RUN, final):
         first, end = tl.maximum(run * RUN - start, 0), tl.minimum((run + 1) * RUN - start, length)
         for begin in range(first, end, CHUNK):
@@ -156,7 +180,7 @@ def ssd_scan(
     chunk = max(min(CHUNK, CHUNK_STATES // padded, power_of_2(plan.page_tokens)), MIN_DOT)
     blocks = cdiv(dim, block)
     _chunked[(rows * heads * blocks,)](
-        *tensors, *numbers, *strides, *limits, PADDED=padded, BLOCK=block, BLOCKS=blocks, CHUNK=chunk,
+        *tensors, *numbers, *strides, *limits, PADDED=padded, BLOCK=block, BLOCKS=blocks, CHUNK=chunk, FEW=FEW,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **options, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
