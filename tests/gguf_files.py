@@ -29,6 +29,10 @@ NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps", "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "self_attn.out_proj": "attn_output",
+    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
     "block_sparse_moe.experts.w3": "ffn_up_exps", "block_sparse_moe.experts.w2": "ffn_down_exps",
 }  # fmt: skip
 
@@ -130,6 +134,8 @@ def convert(folder: Path, arch: str, path: Path, kind: str = "f32", **more: Any)
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             rows = array.reshape(-1, 2, head_dim // 2, *array.shape[1:])
             array = rows.swapaxes(1, 2).reshape(array.shape)
+        if name.endswith("conv.conv.weight"):
+            array = array[:, 0]
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
         stem, _, ending = name.rpartition(".")
@@ -149,7 +155,7 @@ def convert(folder: Path, arch: str, path: Path, kind: str = "f32", **more: Any)
         f"{arch}.attention.head_count": heads,
         f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
         f"{arch}.attention.key_length": head_dim,
-        f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config.get("rms_norm_eps") or config["norm_eps"]),
     }
     for name, number in more.items():
         if name.startswith("rope_f"):

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 VOCAB, DRAFTED = 97, 40
 TARGET = {
@@ -108,6 +110,31 @@ class PublishedMtp(nn.Module):
         return out
 
 
+class PublishedQwenMtp(nn.Module):
+    """The MTP layer of Qwen3-Next or Qwen3.5 as vLLM has it: that of a checkpoint's first layer, but with attention."""
+
+    def __init__(self, cfg: Any, kind: str) -> None:
+        super().__init__()
+        code = {"qwen3_next": qwen3_next, "qwen3_5_text": qwen3_5}[kind]
+        name = {"qwen3_next": "Qwen3Next", "qwen3_5_text": "Qwen3_5"}[kind]
+        for part in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            setattr(self, part, getattr(code, f"{name}RMSNorm")(cfg.hidden_size, cfg.rms_norm_eps))
+        self.fc = nn.Linear(2 * cfg.hidden_size, cfg.hidden_size, bias=False)
+        layer = getattr(code, f"{name}DecoderLayer")(cfg, cfg.layer_types.index("full_attention"))
+        self.layers, self.cfg = nn.ModuleList([layer]), cfg
+        for name, parameter in layer.named_parameters():
+            if ".experts." in name:  # these are allocated alone
+                nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        both = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
+        x = self.fc(torch.cat(both, dim=-1))[None]
+        angles = qwen3_next.Qwen3NextRotaryEmbedding(self.cfg)(x, torch.arange(x.shape[1])[None])  # of text, for both
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
+        out: Tensor = self.norm(self.layers[0](x, position_embeddings=angles, attention_mask=mask)[0])
+        return out
+
+
 @torch.no_grad()
 def randomized(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
@@ -125,4 +152,26 @@ def mimo(folder: Path, **settings: Any) -> tuple[Any, Any]:
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1}
     (folder / "config.json").write_text(json.dumps(config))
+    return theirs, layer
+
+
+QWEN = {
+    **TARGET, "num_hidden_layers": 3, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
+    "pad_token_id": None, "rms_norm_eps": 1e-2,
+}  # fmt: skip
+
+
+def qwen(folder: Path, kind: str = "qwen3_next", **settings: Any) -> tuple[Any, Any]:
+    """A Qwen3-Next or Qwen3.5 with an MTP layer, saved as it is published: transformers' model, and the layer."""
+    options = {**QWEN, **settings}
+    options["layer_types"] = options["layer_types"][: options["num_hidden_layers"]]
+    theirs = saved(kind, options, folder)
+    layer = randomized(PublishedQwenMtp(theirs.config, kind))
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"mtp.{name}": tensor for name, tensor in layer.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
     return theirs, layer

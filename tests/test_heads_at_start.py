@@ -125,7 +125,7 @@ def test_vllms_form_of_the_settings() -> None:
     assert engine_config("a/b", {"speculative_config": eagle}) == EngineConfig(
         model="a/b", speculative_model="c/d", speculative_method="eagle3", num_speculative_tokens=3
     )
-    for method in ("mtp", "mimo_mtp"):
+    for method in ("mtp", "mimo_mtp", "qwen3_next_mtp"):
         assert engine_config("a/b", {"speculative_config": {"method": method, "model": "a/b"}}).speculation == "mtp"
         one = {"method": method, "num_speculative_tokens": 1}
         assert engine_config("a/b", {"speculative_config": one}).max_draft_tokens == 1

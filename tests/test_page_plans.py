@@ -151,6 +151,20 @@ def test_a_large_page_beyond_its_limit_is_refused_with_the_padded_plan() -> None
     assert plan_page_layout(config, many(MINISTRAL, layers), 2).large_bytes == 0
 
 
+@pytest.mark.parametrize(("name", "padding"), [("lfm2-1.2b", 0), ("granite-4-h-small", 1e-3), ("nemotron-h-8b", 1e-3)])
+def test_large_pages_of_states(name: str, padding: float) -> None:
+    """A large page has at least one state, however large, and few bytes that hold nothing."""
+    spec = read_spec(named_config(name))
+    config = settings(max_num_seqs=64, max_num_batched_tokens=2048)
+    found = plan_page_layout(config, spec, 2, 40 * GIB)
+    for page_spec, count in zip(found.specs, found.small_pages_per_large, strict=True):
+        assert found.large_bytes == count * page_spec.page_bytes
+        held = page_spec.token_bytes * (1 if page_spec.is_state else page_spec.page_tokens)
+        assert page_spec.page_bytes <= (1 + padding) * held
+    states = sum(spec.layers[i].state_bytes for i in spec.state_layers)
+    assert found.large_bytes <= max(80 * 2**20, (1 + padding) * states)
+
+
 def test_fewer_large_pages_than_layer_types_are_refused() -> None:
     with pytest.raises(StartupError, match=r"1,769,472 bytes, and 2,097,152 bytes of KV.* are 1 of them") as raised:
         planned(kv_gib=1 / 512)
@@ -180,10 +194,11 @@ def test_every_named_shape_has_a_plan(name: str, page_size: int, monkeypatch: py
     spec = read_spec(named_config(name))
     config = settings(kv_gib=40, page_size=page_size, max_num_seqs=64)
     plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda")
-    assert 40 * GIB - max(16 * 2**20, 40 * GIB // 512) < plan.kv_bytes <= 40 * GIB
     memory = build_memory(config, spec, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+    large = max(16 * 2**20, 40 * GIB // 512, *(group.page_bytes for group in memory.kv_config.groups))
+    assert 40 * GIB - large < plan.kv_bytes <= 40 * GIB
     assert memory.fits([plan.max_len])
-    assert plan.kv_bytes <= memory.kv_config.bytes <= plan.kv_bytes + max(16 * 2**20, 40 * GIB // 512)
+    assert plan.kv_bytes <= memory.kv_config.bytes <= plan.kv_bytes + large
 
 
 PAIRS = {

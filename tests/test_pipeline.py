@@ -86,7 +86,15 @@ def test_chunks_of_a_prompt_go_beside_rows_that_draw(folders: Any) -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
     ("case", "pp", "preemption"),
-    [("jamba, attention last", 2, "swap"), ("jamba", 3, "recompute"), ("mamba", 2, "swap")],
+    [
+        ("jamba, attention last", 2, "swap"),
+        ("jamba", 3, "recompute"),
+        ("mamba", 2, "swap"),
+        ("granite hybrid, experts", 2, "swap"),
+        ("nemotron_h", 3, "recompute"),
+        ("lfm2", 2, "recompute"),
+        ("qwen3_next", 2, "swap"),
+    ],
 )
 def test_stages_with_states_say_what_transformers_says(tmp_path: Path, case: str, pp: int, preemption: str) -> None:
     model = test_state_logits.Saved(case, tmp_path)

@@ -246,7 +246,8 @@ def test_a_ranks_weights_in_fp8_to_the_byte(name: str, part: Shard) -> None:
     ("llama3-70b", {"tp": 63}, "64 heads, 8 heads of keys", "Use 1, 2, 4, 8, 16 or 32"),  # 64 ranks there can't be
     ("jamba-52b", {"tp": 3}, "it has 32 heads, 8 heads of keys, intermediate_size 14336, mamba_expand times "
      "hidden_size 8192", "Use 1, 2, 4, 8, 16 or 32"),
-    ("mamba-2.8b", {"tp": 3}, "--tp is 3, which doesn't divide the model: it has 5120 channels", "divides them"),
+    ("mamba-2.8b", {"tp": 3}, "--tp is 3, which doesn't divide the model: it has expand times hidden_size 5120",
+     "divides them"),
     ("llama3-70b", {"tp": 2}, "65.71 GiB of weights", "model"),
 ])  # fmt: skip
 def test_refused(name: str, settings: dict[str, object], cause: str, remedy: str) -> None:

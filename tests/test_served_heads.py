@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from published_heads import HEAD, TARGET, VOCAB, PublishedEagle3, mimo, randomized, saved
+from published_heads import HEAD, TARGET, VOCAB, PublishedEagle3, mimo, qwen, randomized, saved
 from test_unlike_logits import finished, serving
 
 from quire import SamplingParams
@@ -33,9 +33,13 @@ class Models:
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.folder, self.kind = folder / "target", kind
-        self.method: dict[str, Any] = {"speculative_method": kind, "num_speculative_tokens": DRAFTS}
+        method = "eagle3" if kind == "eagle3" else "mtp"
+        self.method: dict[str, Any] = {"speculative_method": method, "num_speculative_tokens": DRAFTS}
         if kind == "mtp":
             self.target, self.head = mimo(self.folder)
+        elif kind == "mtp, states":
+            self.target, self.head = qwen(self.folder)
+            self.settings = {"kv_tokens": 4096, "state_tokens": 16}
         else:
             self.target = saved("llama", TARGET, self.folder)
             self.head = randomized(PublishedEagle3(HEAD, embeds=False))
@@ -54,7 +58,7 @@ class Models:
         """What the head drafts after a text: each pass computes all rows anew."""
         embed, tokens = self.target.get_input_embeddings(), list(text)
         out = self.target.model(torch.tensor([text[:-1]]), output_hidden_states=True)
-        if self.kind == "mtp":
+        if self.kind != "eagle3":
             states, logits_of = out.last_hidden_state[0], self.target.lm_head
         else:
             states = self.head.fc(torch.cat([out.hidden_states[layer][0] for layer in (2, 3, 3)], dim=-1))
@@ -136,7 +140,7 @@ def check_greedy(
 @pytest.mark.parametrize("hit", [True, False])
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 20), (4, 64)])
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp, states"])
 def test_a_head_drafts_as_the_published_one(
     models: Any, kind: str, page_size: int, chunk: int, preemption: str | None, hit: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,12 +164,12 @@ def test_a_head_drafts_as_the_published_one(
     ids=str,
 )
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp, states"])
 def test_other_engines(models: Any, kind: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     check_greedy(models(kind), monkeypatch, **settings)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp, states"])
 def test_quantized_heads_draft(models: Any, kind: str) -> None:
     """Their layers are made without memory, and weights are rounded while they are loaded."""
     model, texts = models(kind), []
@@ -179,7 +183,7 @@ def test_quantized_heads_draft(models: Any, kind: str) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp, states"])
 def test_a_head_drafts_after_a_sleep(models: Any, kind: str, level: int) -> None:
     model, texts = models(kind), []
     with serving(model, adaptive_speculation=False, **model.method) as engine:

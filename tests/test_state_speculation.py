@@ -109,11 +109,13 @@ def test_greedy_tokens_are_those_of_transformers(
     ids=str,
 )
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("case", ["jamba, attention last", "mamba"])
+@pytest.mark.parametrize(
+    "case", ["jamba, attention last", "mamba", "mamba2", "granite hybrid, experts", "nemotron_h", "lfm2"]
+)
 def test_other_memories(saved: Any, case: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages that end within runs of draft tokens, several at once, and pages that are short."""
     foresee(monkeypatch, saved(case).greedy)
-    if settings.get("page_sizes", settings.get("table_scope")) and case == "mamba":
+    if settings.get("page_sizes", settings.get("table_scope")) and case in ("mamba", "mamba2"):
         pytest.skip("all layers are of one type")
     check_greedy(saved(case), **{"enable_prefix_caching": settings.get("state_tokens") != 512, **settings})
 

@@ -29,7 +29,11 @@ SPECULATION_HEADS = ("eagle3", "mtp")
 SPECULATIONS = ("draft", "ngram", "both", *SPECULATION_HEADS)
 """The sources of draft tokens: a draft model, n-grams of the request, or both; or a head that reads the model's hidden
 states."""
-SPECULATION_NAMES = {"draft_model": "draft", **{name: name for name in SPECULATIONS}, "mimo_mtp": "mtp"}
+SPECULATION_NAMES = {
+    "draft_model": "draft",
+    **{name: name for name in SPECULATIONS},
+    **dict.fromkeys(("mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp"), "mtp"),
+}
 """SPECULATIONS by vLLM's names of methods, and by their own."""
 SPECULATIVE_CONFIG_KEYS = (
     "method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min",

@@ -120,7 +120,7 @@ def test_keys_and_values_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["copies", "small", "chunks", "states", "experts"])
+@pytest.mark.parametrize("family", ["copies", "small", "chunks", "states", "ssd", "delta", "experts"])
 def test_families_are_measured(family: str) -> None:
     results = kernels.run(argparse.Namespace(family=[family], tp=None, model_config=None))
     assert {r["kernel"] for r in results} > {"ceiling"}

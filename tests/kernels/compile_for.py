@@ -40,6 +40,7 @@ from quire.kernels.triton import (
     copy_engine_pair,
     copy_pages,
     decode,
+    delta_rule,
     fast_launch,
     fp8_linear,
     fused_moe,
@@ -52,6 +53,7 @@ from quire.kernels.triton import (
     prefill_hopper,
     rope_write,
     sampling,
+    ssd,
     vocab_parallel_sampling,
 )
 from quire.kernels.triton.compile_locks import lock_compilation
@@ -198,6 +200,34 @@ def states() -> None:
             )
 
 
+def heads_with_states() -> None:
+    """Mamba-2's in Granite 4 H-Small and in a wide and a narrow shape, of single tokens and of prompts; and gated
+    norms."""
+    for heads, dim, groups, size, ssm in (
+        (128, 64, 1, 128, torch.float32),
+        (8, 128, 8, 256, DTYPE),
+        (4, 16, 1, 16, DTYPE),
+    ):
+        cache = StateCache(zeros(4, 8, 3), zeros(4, heads, dim, size, dtype=ssm))
+        inner, of_states, wide = heads * dim, groups * size, torch.zeros(heads)
+        x, b, c = torch.split(zeros(4, inner + 2 * of_states), [inner, of_states, of_states], dim=1)
+        x, b, c = x.unflatten(1, (heads, dim)), b.unflatten(1, (groups, size)), c.unflatten(1, (groups, size))
+        for some in (None, zeros(1, 2, dtype=torch.int32)):
+            plan = StatePlan(*ints(4, 4), ints(4, 2), 512, some)
+            ssd.ssd_scan(x, zeros(4, heads), wide, b, c, wide, wide, (0.0, float("inf")), cache, plan)
+        ssd.gated_norm(x.flatten(1), zeros(4, inner), zeros(inner), groups, 1e-5)
+
+
+def delta_rules() -> None:
+    """Qwen3-Next's, and in a narrow shape."""
+    for keys, heads, key_dim, value_dim, ssm in ((16, 32, 128, 128, torch.float32), (3, 3, 40, 24, DTYPE)):
+        states, wide, values = zeros(4, heads, key_dim, value_dim, dtype=ssm), torch.zeros(heads), heads * value_dim
+        both = zeros(4, 2 * keys * key_dim + 2 * values)
+        plan = StatePlan(*ints(4, 4), ints(4, 2), 512)
+        delta_rule.gated_delta_rule(both[:, :-values], zeros(4, 2 * heads), wide, wide, states, plan, pdl=PDL)
+        delta_rule.gated_norm(zeros(4, values), both[:, -values:], zeros(value_dim), 1e-6, pdl=PDL)
+
+
 def mixtures() -> None:
     """Of one token, of a batch, of prompts; weights in FP8 too, with scales by row and by group."""
     shapes, half = ((16, 2 * 1024, 4096), (16, 4096, 1024)), (None, None)
@@ -333,6 +363,8 @@ if __name__ == "__main__":
     attend()
     layers()
     states()
+    heads_with_states()
+    delta_rules()
     mixtures()
     in_few_bits()
     samples()

@@ -53,6 +53,9 @@ PHI4 = {
         "long_factor": [1.2, 1.5, 2.0, 3.0, 4.0, 5.0],
     },
 }  # fmt: skip
+QWEN3_NEXT = {
+    **QWEN2_MOE, "num_hidden_layers": 2, "head_dim": 16, "layer_types": ["full_attention"] * 2, "mlp_only_layers": [1],
+}  # fmt: skip
 LANGUAGE = "model.language_model."
 YARN_GEMMA = {"rope_theta": 300.0, **YARN}
 ROPES = {
@@ -129,6 +132,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
+    "qwen3_next, attention alone": ("Qwen3_Next", QWEN3_NEXT),
+    "qwen3_next, attention alone, biased": (
+        "Qwen3_Next",
+        {**QWEN3_NEXT, "attention_bias": True, "norm_topk_prob": False, "partial_rotary_factor": 1.0},
+    ),
     "phi3": ("Phi3", {**LLAMA, "pad_token_id": None}),
     "phi3, window, tied": ("Phi3", {**LLAMA, "pad_token_id": None, "sliding_window": 5, "tie_word_embeddings": True}),
     "phi3, longrope": (
@@ -195,6 +203,18 @@ def test_every_declared_family_has_a_case() -> None:
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "GPT2LMHeadModel",
+        *(
+            "JambaForCausalLM",
+            "MambaForCausalLM",
+            "FalconMambaForCausalLM",
+            "Mamba2ForCausalLM",
+            "BambaForCausalLM",
+            "NemotronHForCausalLM",
+            "GraniteMoeHybridForCausalLM",
+            "Lfm2ForCausalLM",
+        ),  # tests/test_state_logits.py
+        *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),  # there too
+        *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
     }
     assert declared == {f"{name}ForCausalLM" for name, _ in CASES.values()} & declared | elsewhere
 
@@ -283,3 +303,38 @@ def test_the_text_of_a_model_that_reads_pictures(short: bool, tmp_path: Path) ->
     spec = read_spec(read_config(tmp_path))
     torch.testing.assert_close(run(built(tmp_path), DenseContext(spec), tokens), expected, atol=1e-4, rtol=0)
     assert spec.parameters == sum(parameter.numel() for parameter in theirs.model.language_model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe", "Qwen3_5Moe, stacked"])
+def test_the_text_of_a_qwen3_5_that_reads_pictures(kind: str, tmp_path: Path) -> None:
+    """As transformers saves it, and with the experts of a layer in one tensor, as published checkpoints have them."""
+    torch.manual_seed(0)
+    name, _, stacked = kind.partition(", ")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
+              "num_position_embeddings": 16}  # fmt: skip
+    kinds = [getattr(transformers, f"{name}{what}") for what in ("Config", "ForConditionalGeneration")]
+    text = {key: value for key, value in QWEN3_NEXT.items() if key != "mlp_only_layers"}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+                               "mrope_section": [2, 1, 1], "mrope_interleaved": True}  # fmt: skip
+    theirs = kinds[1](kinds[0](text_config=text, vision_config=vision)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    theirs.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    assert any(".visual." in one for one in tensors)
+    if stacked:
+        experts = {one: tensors.pop(one) for one in list(tensors) if ".experts." in one}
+        for block in {one[: one.index(".experts.")] + ".experts" for one in experts}:
+            each = [[experts[f"{block}.{i}.{x}_proj.weight"] for x in ("gate", "up", "down")] for i in range(6)]
+            tensors[f"{block}.gate_up_proj"] = torch.stack([torch.cat((gate, up)) for gate, up, _ in each])
+            tensors[f"{block}.down_proj"] = torch.stack([down for _, _, down in each])
+        assert len(experts) == 2 * 6 * 3
+    save_file({**tensors, "mtp.norm.weight": torch.zeros(1)}, weights)
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None]).logits[0]
+    spec = read_spec(read_config(tmp_path))
+    torch.testing.assert_close(run(built(tmp_path), DenseContext(spec), tokens), expected, atol=1e-4, rtol=0)
+    assert spec.parameters == sum(parameter.numel() for parameter in theirs.model.language_model.parameters()) + 97 * 32

@@ -23,6 +23,7 @@ PUBLISHED = {
     "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
     "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
     "gemma-3-4b": 3_880_263_168, "qwen2-7b": 7_615_616_512, "qwen3-8b": 8_190_735_360,
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }  # fmt: skip
 
 
@@ -45,7 +46,12 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
 
 OLMO2 = "Olmo2ForCausalLM"  # which ranks do not divide
 TEXT = [name for name, one in ARCHITECTURES.items() if one.model.partition(":")[0] not in ("vision_language", "mllama")]
-SHAPES = {"FalconMambaForCausalLM": "mamba-2.8b", "Gemma3ForConditionalGeneration": "gemma-3-4b"}
+SHAPES = {
+    **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), "qwen3-next-80b-a3b"),
+    **dict.fromkeys(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), "qwen3-next-80b-a3b"),
+    "FalconMambaForCausalLM": "mamba-2.8b",
+    "Gemma3ForConditionalGeneration": "gemma-3-4b",
+}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -56,8 +62,8 @@ def test_declared_parameters_are_those_of_the_tensors(architecture: str, ranks: 
     """With all biases, whole and divided."""
     named = next((name for name, config in CONFIGS.items() if config["architectures"] == [architecture]), "llama-125m")
     config = {**named_config(SHAPES.get(architecture, named)), "architectures": [architecture]}
-    config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias"), True)
-    config |= {"tie_word_embeddings": tied, "text_config": dict(config)}
+    config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias", "conv_bias"), True)
+    config |= {"residual_multiplier": 1.0, "tie_word_embeddings": tied, "text_config": dict(config)}
     shard = Shard(ranks - 1, ranks)
     model = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), shard)
     assert read_spec(config, shard).parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -112,7 +118,7 @@ def test_a_named_config_is_a_fresh_copy() -> None:
         named_config("opt-1t")
 
 
-@pytest.mark.parametrize("architectures", [["Mamba2ForCausalLM"], [], None, "LlamaForCausalLM", [7]])
+@pytest.mark.parametrize("architectures", [["RwkvForCausalLM"], [], None, "LlamaForCausalLM", [7]])
 def test_unknown_architectures_are_refused_with_the_list_of_known_ones(architectures: Any) -> None:
     with pytest.raises(StartupError, match=", ".join(ARCHITECTURES)) as failure:
         resolve_model_class({"architectures": architectures})
@@ -199,6 +205,23 @@ OPTIONS["qwen3-30b-a3b"] = [
     ({"norm_topk_prob": 1}, "norm_topk_prob in config.json must be true or false, got 1"),
     ({"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True}, "use_sliding_window=True"),
 ]
+OPTIONS["qwen3-next-80b-a3b"] = [
+    (
+        {"linear_num_value_heads": 24},
+        "linear_num_value_heads 24 in config.json is not a multiple of linear_num_key_heads 16",
+    ),
+    ({"linear_num_key_heads": 0}, "linear_num_key_heads in config.json must be an integer from 1 to 4096, got 0"),
+    ({"linear_key_head_dim": 512}, "linear_key_head_dim in config.json must be an integer from 1 to 256, got 512"),
+    ({"linear_value_head_dim": -1}, "linear_value_head_dim in config.json must be an integer from 1 to 256, got -1"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim in config.json must be an integer from 2 to 16, got 1"),
+    ({"full_attention_interval": 0}, "full_attention_interval in config.json must be an integer from 1 to .*, got 0"),
+    ({"layer_types": ["sliding_attention"] * 48}, "'sliding_attention'.*full_attention, linear_attention"),
+    ({"partial_rotary_factor": 2}, "partial_rotary_factor is 2"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"use_sliding_window": True}, "use_sliding_window=True"),
+    ({"attn_output_gate": False}, "attn_output_gate=False"),
+    ({"architectures": ["Qwen3_5MoeForCausalLM"], "norm_topk_prob": False}, "norm_topk_prob=False"),
+]
 OPTIONS["mixtral-8x7b"] = [
     ({"num_local_experts": 0}, "num_local_experts in config.json must be an integer from 1 to 1024, got 0"),
     ({"num_experts_per_tok": 9}, "num_experts_per_tok in config.json must be an integer from 1 to 8, got 9"),
@@ -219,6 +242,36 @@ OPTIONS["mamba-2.8b"] = [
     ({"time_step_rank": 0.5}, "time_step_rank in config.json must be an integer from 1 to 65536, got 0.5"),
     ({"expand": 1.5}, "expand in config.json must be an integer from 1 to 16, got 1.5"),
     ({"layer_norm_epsilon": 0}, "layer_norm_epsilon in config.json must be a number above 0.*, got 0"),
+]
+OPTIONS["mamba-codestral-7b"] = [
+    ({"head_dim": 32}, "num_heads times head_dim in config.json is 4096, and expand times hidden_size is 8192"),
+    ({"n_groups": 3}, "n_groups in config.json is 3. It must divide the 128 heads"),
+    ({"time_step_limit": [0.5, 0.5]}, r"time_step_limit in config.json is \[0.5, 0.5\]. It must be two rising numbers"),
+    ({"time_step_limit": [0, {"__float__": "NaN"}]}, "It must be two rising numbers"),
+    ({"state_size": 257}, "state_size in config.json must be an integer from 1 to 256, got 257"),
+]
+OPTIONS["granite-4-h-small"] = [
+    ({"position_embedding_type": "alibi"}, "position_embedding_type in config.json is 'alibi'. nope and rope are"),
+    ({"mamba_d_head": 32}, "mamba_n_heads times mamba_d_head in config.json is 4096, and mamba_expand times"),
+    ({"num_local_experts": -1}, "num_local_experts in config.json must be an integer from 0 to 1024, got -1"),
+    ({"layer_types": ["mamba", "mlp"] * 20}, "the layer type 'mlp' in config.json is not supported"),
+    ({"attention_bias": True}, "attention_bias=True in config.json is not supported. Only False is"),
+    ({"logits_scaling": 0}, "logits_scaling in config.json must be a number above 0.*, got 0"),
+]
+OPTIONS["nemotron-h-8b"] = [
+    ({"hybrid_override_pattern": "-M"}, "block 0 in config.json is '-'. Supported: Mamba-2"),
+    ({"hybrid_override_pattern": "M--"}, "block 2 in config.json is '-'"),
+    ({"hybrid_override_pattern": "ME"}, "block 1 in config.json is 'E'"),
+    ({"hybrid_override_pattern": None}, "hybrid_override_pattern in config.json is None. It must name 1 to 4096"),
+    ({"layers_block_type": [["mamba"]]}, r"block 0 in config.json is \['mamba'\]"),
+    ({"mamba_head_dim": 2**20}, "mamba_head_dim in config.json must be an integer from 1 to 8192, got 1048576"),
+    ({"sliding_window": 8}, "sliding_window=8"),
+]
+OPTIONS["lfm2-1.2b"] = [
+    ({"full_attn_idxs": [16]}, r"full_attn_idxs in config.json is \[16\]. It must list layers from 0 to 15"),
+    ({"layer_types": ["conv", "mamba"] * 8}, "the layer type 'mamba' in config.json is not supported"),
+    ({"conv_L_cache": 1}, "conv_L_cache in config.json must be an integer from 2 to 16, got 1"),
+    ({"block_multiple_of": 2**31 - 1, "block_ffn_dim_multiplier": 1e9}, "result in .* columns. They must result in 1"),
 ]
 OTHERS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
@@ -386,6 +439,60 @@ def test_models_of_experts() -> None:
         assert spec.parameters - experts + experts * spec.active_experts // spec.experts == active
     with pytest.raises(StartupError, match=r"moe_intermediate_size 768\. Use 1, 2, 4, 8, 16 or 32"):
         read_spec(named_config("qwen3-30b-a3b"), Shard(0, 5))
+
+
+def test_layers_of_mamba2() -> None:
+    """Mamba-Codestral-7B: 128 heads of 64 channels with 128 numbers each, and 8 groups. Ranks beyond the groups have
+    copies of them."""
+    config = named_config("mamba-codestral-7b")
+    spec = read_spec(config)
+    assert spec.parameters == 7_285_403_648
+    assert [part.shape for part in spec.layers[0].state_tensors] == [(10240, 3), (128, 64, 128)]
+    parts = read_spec(config, Shard(0, 16)).layers[0].state_tensors
+    assert [part.shape for part in parts] == [(8 * 64 + 2 * 128, 3), (8, 64, 128)]
+    with pytest.raises(StartupError, match="--tp is 8, and the 48 heads of the Mamba layers have 3 groups"):
+        read_spec({**config, "num_heads": 48, "hidden_size": 1536, "n_groups": 3}, Shard(0, 8))
+    with pytest.raises(StartupError, match="it has num_heads 128"):
+        read_spec(config, Shard(0, 3))
+    limits = {"time_step_limit": [0.001, {"__float__": "Infinity"}]}
+    assert read_model_config({**config, **limits}).state_mixer.step_limits == (0.001, float("inf"))
+
+
+def test_layers_of_granite_4() -> None:
+    """granite-4.0-h-small: 36 layers of Mamba-2 to 4 of attention, 72 experts and a shared block in each."""
+    spec = read_spec(named_config("granite-4-h-small"))
+    assert [i for i, layer in enumerate(spec.layers) if not layer.state_tensors] == [5, 15, 25, 35]
+    assert (spec.experts, spec.active_experts, spec.expert_parameters) == (72, 10, 40 * 72 * 3 * 4096 * 768)
+    dense = read_model_config({**named_config("granite-4-h-small"), "num_local_experts": 0})
+    assert (dense.experts, dense.intermediate, dense.spec().experts) == (None, 1536, 0)
+
+
+def test_layers_of_nemotron_h() -> None:
+    """Nemotron-H-8B: of 52 blocks 24 are Mamba-2, 4 attention and 24 MLPs; those behind another are of its layer."""
+    config = named_config("nemotron-h-8b")
+    spec = read_spec(config)
+    assert [i for i, layer in enumerate(spec.layers) if not layer.state_tensors] == [4, 10, 16, 22]
+    assert [i for i, layer in enumerate(read_model_config(config).layers) if layer.feed_forward == "none"] == [
+        3,
+        9,
+        15,
+        21,
+    ]
+    listed = {"M": "mamba", "*": "attention", "-": "mlp"}
+    blocks = [listed[name] for name in config["hybrid_override_pattern"]]
+    assert read_spec({**config, "hybrid_override_pattern": None, "layers_block_type": blocks}) == spec
+
+
+def test_layers_of_lfm2() -> None:
+    """LFM2-1.2B: 10 convolutions to 6 layers of attention, with two thirds of block_ff_dim."""
+    config = read_model_config(named_config("lfm2-1.2b"))
+    spec = config.spec()
+    assert (config.intermediate, spec.parameters) == (8192, 1_170_340_608)
+    assert [i for i, layer in enumerate(spec.layers) if not layer.state_tensors] == [2, 5, 8, 10, 12, 14]
+    assert {layer.state_bytes for layer in spec.layers if layer.state_tensors} == {2048 * 2 * 2}
+    given = {**named_config("lfm2-1.2b"), "block_ffn_dim_multiplier": 1.1, "block_multiple_of": 1000}
+    assert read_model_config(given).intermediate == 10_000
+    assert read_model_config({**given, "block_auto_adjust_ff_dim": False}).intermediate == 12288
 
 
 def test_layers_of_jamba() -> None:

@@ -3,6 +3,7 @@ beside transformers'."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,14 @@ from test_against_transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.errors import StartupError
-from quire.models import read_spec, resolve_model_class
+from quire.models import read_model_config, read_spec, resolve_model_class
 from quire.models.quantization import GGUF_BLOCKS_KEY, LowBitScheme
+from quire.protocol.parallel_layout import Shard
+from quire.weights.checkpoint_files import read_config
 from quire.weights.gguf_config import to_hf_config, to_hf_generation_config
 from quire.weights.gguf_file import read_gguf
 from quire.weights.gguf_loader import load_gguf
+from quire.weights.loader import load_weights
 from quire.weights.low_bit import create_model
 
 GPT_OSS_YARN = {**GPT_OSS, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": False,
@@ -147,6 +151,41 @@ def test_experts_of_a_file_in_mxfp4(tmp_path: Path) -> None:
     torch.testing.assert_close(
         *(run(model, c, tokens) for model, c in zip((packed, ours), contexts)), atol=1e-4, rtol=0
     )
+
+
+LFM2 = {
+    **LLAMA, "num_hidden_layers": 20, "layer_types": ["conv", "full_attention", "conv", "conv"] * 5, "conv_L_cache": 4,
+    "block_auto_adjust_ff_dim": False, "norm_eps": 1e-3, "rope_theta": 500.0,
+}  # fmt: skip
+LFM2_KEYS: dict[str, Any] = {
+    "attention__head_count_kv": [0, 2, 0, 0] * 5, "shortconv__l_cache": 4, "rope__freq_base": 500.0
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tied", [True, False])
+def test_lfm2_is_its_checkpoint(tied: bool, ranks: int, tmp_path: Path) -> None:
+    """Settings and weights are those of the folder (tests/test_state_logits.py compares it with transformers)."""
+    reference("Lfm2", {**LFM2, "tie_word_embeddings": tied}, tmp_path)
+    file = read_gguf(gguf_files.convert(tmp_path, "lfm2", tmp_path / "model.gguf", **LFM2_KEYS))
+    config, folder = to_hf_config(file), read_config(tmp_path)
+    ours, theirs = (read_model_config(one) for one in (config, folder))
+    assert ours == replace(theirs, eos_ids=ours.eos_ids, intermediate_key=ours.intermediate_key)
+    shard, cpu = Shard(ranks - 1, ranks), torch.device("cpu")
+    models = [resolve_model_class(one)(one, torch.float32, cpu, shard) for one in (config, folder)]
+    load_gguf(models[0], file)
+    load_weights(models[1], tmp_path)
+    for (name, got), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(got, expected), name
+
+
+@pytest.mark.parametrize("heads", [2, [0, 0], [1, 2], "2"])
+def test_key_heads_of_lfm2_layers(heads: Any, tmp_path: Path) -> None:
+    reference("Lfm2", {**LFM2, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, tmp_path)
+    changed = {**LFM2_KEYS, "attention__head_count_kv": heads}
+    path = gguf_files.convert(tmp_path, "lfm2", tmp_path / "model.gguf", **changed)
+    with pytest.raises(StartupError, match=r"attention\.head_count_kv in .* is"):
+        to_hf_config(read_gguf(path))
 
 
 @pytest.mark.parametrize("kind", ["bf16", "f16", "q8_0"])

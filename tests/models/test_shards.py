@@ -30,7 +30,7 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: CASES[name] for name in (
         "llama, one kv head a query head", "llama, tied", "llama, biases", "mistral", "qwen2", "qwen3", "phi3",
         "phi3, as Phi-4-mini", "mixtral", "gpt_oss", "qwen2_moe, dense layers, normalised", "qwen3_moe",
-        "smollm3, listed, windows, biased",
+        "qwen3_next, attention alone, biased", "smollm3, listed, windows, biased",
         "gemma2", "gemma2, untied, biased", "gemma3", "opt", "opt, norm after, projected", "opt, no final norm", "gpt2",
         "gpt2, n_inner",
     )},

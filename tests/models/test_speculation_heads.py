@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dense_context import DenseContext
-from published_heads import DRAFTED, HEAD, TARGET, VOCAB, PublishedEagle3, mimo, randomized, saved
+from published_heads import DRAFTED, HEAD, TARGET, VOCAB, PublishedEagle3, mimo, qwen, randomized, saved
 from safetensors.torch import load_file, save_file
 from test_against_transformers import built
 from thread_ranks import Meeting, ThreadExchange
@@ -126,9 +126,20 @@ def test_an_eagle3_head_as_it_is_published(case: str, tmp_path: Path) -> None:
         tmp_path / "head", full).parameters())  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_mtp_layer_of_mimo(tied: bool, tmp_path: Path) -> None:
-    theirs, layer = mimo(tmp_path, tie_word_embeddings=tied)
+ATTENTION = {"layer_types": ["full_attention"] * 3}
+MTP: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "mimo": (mimo, {}),
+    "mimo, tied": (mimo, {"tie_word_embeddings": True}),
+    "qwen3_next": (qwen, ATTENTION),
+    "qwen3_next, no experts": (qwen, {**ATTENTION, "decoder_sparse_step": 2, "attention_bias": True}),
+    "qwen3_5": (qwen, {**ATTENTION, "kind": "qwen3_5_text", "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize("case", MTP)
+def test_the_mtp_layer_as_it_is_published(case: str, tmp_path: Path) -> None:
+    make, settings = MTP[case]
+    theirs, layer = make(tmp_path, **settings)
     config, target = read_config(tmp_path), built(tmp_path)
     spec, full = read_spec(config), mtp_config(config, read_spec(config))
     head = head_of(tmp_path, full)
@@ -164,15 +175,39 @@ def test_mtp_layers_that_a_checkpoint_lacks_are_named(tmp_path: Path) -> None:
         head_of(tmp_path, mtp_config(config, read_spec(config)))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers in config.json is 0: the model has no MTP layer"),
+        ({"mtp_num_hidden_layers": None}, "mtp_num_hidden_layers in config.json is None"),
+        ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings=True"),
+        ({"attn_output_gate": False}, "attn_output_gate=False"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_other_mtp_layers_of_qwen3_5_are_refused(
+    nested: bool, settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    qwen(tmp_path, "qwen3_5_text")
+    config = read_config(tmp_path)
+    spec = read_spec(config)
+    if nested:
+        config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**config, **settings}}
+    with pytest.raises(StartupError, match=words):
+        read_spec(mtp_config({**config, **settings}, spec))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "mtp of qwen3_next"])
 def test_ranks_share_out_a_head(kind: str, tmp_path: Path) -> None:
     wide = {**TARGET, "hidden_size": 64, "num_attention_heads": 8}
     if kind == "mtp":
         mimo(tmp_path / "target", **{**wide, "vocab_size": 256})
+    elif kind != "eagle3":
+        qwen(tmp_path / "target", **{**wide, **ATTENTION, "num_hidden_layers": 3, "vocab_size": 256})
     else:
         saved("llama", {**wide, "vocab_size": 256}, tmp_path / "target")
     where, config = tmp_path / "target", read_config(tmp_path / "target")
-    if kind == "mtp":
+    if kind != "eagle3":
         full = mtp_config(config, read_spec(config))
     else:
         settings = {**HEAD, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 256, "draft_vocab_size": 130}

@@ -246,12 +246,10 @@ def files(oracle: Any, tmp_path: Path) -> Files:
         ({"model_type": "granite"}, "model_type 'granite' .* none of Cohere2ForCausalLM"),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "an attention that can't be replaced"),
-        ({"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}, "an attention that can't be replaced"),
         ({"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa"}, "has s_aux, which quire's has not"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "neither causal nor a causal window"),
         (
-            {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 8,
-             "layer_types": ["mamba", "attention"] * 2},
+            {"architectures": ["Zamba2ForCausalLM"], "model_type": "zamba2"},
             "layers with states",
         ),
         ({"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}, "more than text"),

@@ -236,6 +236,20 @@ BUGS: dict[str, Bug] = {
         STATES,
         r"StopIteration|AssertionError",
     ),
+    "a short convolution's inputs are saved before they are gated": bug(
+        "layers/short_conv.py",
+        "cache.saved.save(plan.saved_tokens, gated)",
+        "cache.saved.save(plan.saved_tokens, inner.contiguous())",
+        STATES.replace("[mamba-", "[lfm2-"),
+        r"StopIteration|AssertionError",
+    ),
+    "the norm of a group that ranks share is that of a rank's heads": bug(
+        "layers/mamba2.py",
+        "reduce = self._mean_over_ranks if self.copies and self.exchange is not None else None",
+        "reduce = None",
+        "tests/test_state_logits.py::test_logits_of_ranks[mamba2, one group, biased-{'max_num_batched_tokens': 7}-2]",
+        "AssertionError",
+    ),
     "a model's state at the end of a page is not written": bug(
         REPLAY,
         "StatePlan(offsets, advanced, first, *pages, run, tiles)",

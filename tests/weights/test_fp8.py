@@ -62,7 +62,7 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 IN_FP8 = {
     "jamba": {
-        *(f"layers.{i}.mamba.{name}.weight" for i in (0, 2, 3) for name in ("in_proj", "out")),
+        *(f"layers.{i}.mixer.{name}.weight" for i in (0, 2, 3) for name in ("in_proj", "out")),
         *(f"layers.1.attention.{name}.weight" for name in ("qkv", "out")),
         *(f"layers.{i}.experts.{name}.weight" for i in (1, 3) for name in ("gate_up", "down")),
         *(f"layers.{i}.mlp.{name}.weight" for i in (0, 2) for name in ("gate_up", "down")),
@@ -76,7 +76,7 @@ IN_FP8 = {
                   for name in ("attention.qkv", "attention.out", "experts.gate_up", "experts.down")},
     "llama": {f"layers.{i}.{name}.weight" for i in (0, 1)
               for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")},
-    **{family: {f"layers.{i}.mamba.{name}.weight" for i in (0, 1) for name in ("in_proj", "out")}
+    **{family: {f"layers.{i}.mixer.{name}.weight" for i in (0, 1) for name in ("in_proj", "out")}
        for family in ("mamba", "falcon_mamba")},
 }  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -201,7 +201,7 @@ def test_published_checkpoints(said: dict[str, Any], kind: str, routers: bool, f
         parts = [f"experts.{expert}.{x}_proj.weight" for expert in range(3) for x in ("gate", "up")]
         gate_up = torch.cat([meant[f"model.layers.1.feed_forward.{part}"] for part in parts])
         assert torch.equal(plain.layers[1].experts.gate_up.weight, gate_up)
-        assert torch.equal(plain.layers[2].mamba.x_proj.weight, meant["model.layers.2.mamba.x_proj.weight"])
+        assert torch.equal(plain.layers[2].mixer.x_proj.weight, meant["model.layers.2.mamba.x_proj.weight"])
     other = tmp_path / "meant"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(plain_config))
@@ -232,7 +232,7 @@ STAY = {
     "layers.1.experts.router.weight": "layers.1.feed_forward.router.weight",
     "embed_tokens.weight": "embed_tokens.weight",
     "head.weight": "lm_head.weight",
-    **{f"layers.2.mamba.{ours}": f"layers.2.mamba.{theirs}" for ours, theirs in (
+    **{f"layers.2.mixer.{ours}": f"layers.2.mamba.{theirs}" for ours, theirs in (
         ("x_proj.weight", "x_proj.weight"), ("dt_proj.weight", "dt_proj.weight"), ("dt_bias", "dt_proj.bias"),
         ("conv_weight", "conv1d.weight"), ("A_log", "A_log"), ("D", "D"),
     )},

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import gguf_files
 import pytest
 import test_fp8
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_fp8 import BLOCKS, compressed
@@ -26,6 +28,7 @@ from quire.layers.linear import Linear
 from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
 from quire.models.quantization import FP8_ON_LOAD, SCHEMES_ON_LOAD, FP8Scheme, LowBitScheme, resolve_fp8_scheme
+from quire.models.weight_names import WeightSource
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 from quire.weights import dummy, fp8, loader, low_bit
 from quire.weights.checkpoint_files import read_config
@@ -59,7 +62,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**named_config("qwen3-30b-a3b"), **KEYS, "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 4,
                   "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
                   "mlp_only_layers": [1]},
+    "lfm2": {**named_config("lfm2-1.2b"), **KEYS, "full_attn_idxs": [1], "conv_bias": True, "block_ff_dim": 264,
+             "block_multiple_of": 16},
+    "granite hybrid": {**named_config("granite-4-h-small"), **KEYS, "num_local_experts": 4, "num_experts_per_tok": 2,
+                       "shared_intermediate_size": 64, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+                       "layer_types": ["mamba", "attention"]},
+    "nemotron_h": {**named_config("nemotron-h-8b"), **KEYS, "hybrid_override_pattern": "M*-", "mamba_num_heads": 8,
+                   "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16, "use_bias": True},
     "mamba": {**named_config("mamba-2.8b"), "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 331},
+    **{name: {**named_config("qwen3-next-80b-a3b"), **KEYS, "architectures": [architecture], "num_experts": 4,
+              "full_attention_interval": 2, "head_dim": 16, "moe_intermediate_size": 32, "linear_num_key_heads": 8,
+              "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+              "num_experts_per_tok": 2}
+       for name, architecture in (("qwen3_next", "Qwen3NextForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM"))},
 }  # fmt: skip
 
 
@@ -73,11 +88,28 @@ def publish(config: dict[str, Any], folder: Path) -> Any:
     fill_dummy_weights(model, 5)
     parameters = dict(model.named_parameters())
     for name, stored in model.weight_sources().items():
-        for tensor, rows in zip(stored.tensors, parameters[name].split(stored.rows)):
+        starts = accumulate(stored.rows, initial=0)
+        for tensor, rows, start in zip(stored.tensors, parameters[name].split(stored.rows), starts):
+            rows = as_published(rows, stored, start)
             tensors[tensor] = (rows.t() if stored.transpose else rows).contiguous()
+    for tensor in [tensor for tensor in tensors if tensor.endswith("]")]:  # in the order of their numbers
+        tensors.setdefault(tensor.partition("[")[0], []).append(tensors.pop(tensor))
+    tensors = {name: torch.stack(rows) if isinstance(rows, list) else rows for name, rows in tensors.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     return model
+
+
+def as_published(rows: Tensor, stored: WeightSource, start: int) -> Tensor:
+    """The rows of a tensor in the checkpoint's order, from those of a parameter from `start` on."""
+    if stored.row_order:
+        order = torch.tensor(stored.row_order[start : start + len(rows)]) - start
+        rows = torch.empty_like(rows).index_copy_(0, order, rows)
+    if stored.group_rows and not start:
+        groups = len(rows) // sum(stored.group_rows)
+        parts = rows.split([groups * size for size in stored.group_rows])
+        rows = torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+    return rows
 
 
 class Counting:
@@ -128,7 +160,7 @@ def test_shards_of_dummy_weights_are_slices_and_a_rank_reads_no_more_than_its_ow
             for (path, a), b in zip(drawn.named_parameters(), loaded.parameters(), strict=True):
                 assert torch.equal(a, b), f"{path} of rank {rank} of {ranks}"
             padding = len(part.vocab_range(spec.vocab_size)) - part.padded_vocab_rows(spec.vocab_size)
-            tables = 1 if getattr(whole, "tied", name == "mamba") else 2
+            tables = 1 if whole.config.tied else 2
             assert Counting.read == read_bytes == 4 * (spec.parameters + tables * padding * spec.hidden)
             if name in ("llama", "jamba") and ranks < 8:
                 assert Counting.read == pytest.approx(total / ranks, rel=0.02)
@@ -217,7 +249,7 @@ def built_by(make: Callable[[Shard], Any], fill: Callable[..., object]) -> Build
 
 
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["dequantised", "in FP8"])
-@pytest.mark.parametrize("name", ["llama", "llama, copied heads", "gemma2", "jamba", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "llama, copied heads", "gemma2", "jamba", "granite hybrid", "mamba"])
 def test_weights_that_become_fp8(name: str, in_fp8: bool, tmp_path: Path) -> None:
     """A rank's columns are a multiple of 16, which the kernels take; else they would be in the model's dtype."""
     config = {**CONFIGS[name], "intermediate_size": 192}
@@ -318,3 +350,39 @@ def test_files_of_blocks(kind: str, vocab: int, ranks: int, tmp_path: Path) -> N
     make = partial(low_bit.create_model, to_hf_config(file), torch.float32, CPU, scheme, file)
     shards = assert_slices(built_by(make, partial(load_gguf, file=file, scheme=scheme)), ranks)
     assert with_bits(shards[0]) == (kind == "q8_0") or not low_bit.supports(256, torch.float32, CPU)
+
+
+def _granite(folder: Path) -> dict[str, Any]:
+    """A Granite 4 hybrid's folder, whose experts lie in stacks; its config."""
+    config = transformers.GraniteMoeHybridConfig(
+        hidden_size=32, intermediate_size=24, shared_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, mamba_n_heads=4, mamba_d_state=16, vocab_size=97,
+        layer_types=["full_attention", "linear_attention"],
+    )  # fmt: skip
+    transformers.GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
+    return read_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stack: stack[:3], r"lacks .*input_linear\.weight\[3\]"),
+        (
+            lambda stack: torch.cat((stack, stack[:1])),
+            "holds .*input_linear.weight.*, which the model has no place for",
+        ),
+        (lambda stack: stack[:, :40], r"has shape \[40, 32\], but config.json makes it \[48, 32\]"),
+        (lambda stack: stack.flatten(0, 1), "has shape|no place"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stacks_that_do_not_fit(change: Any, message: str, ranks: int, tmp_path: Path) -> None:
+    config, path = _granite(tmp_path), tmp_path / "model.safetensors"
+    key = "model.layers.1.block_sparse_moe.input_linear.weight"
+    model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"), Shard(ranks - 1, ranks))
+    load_weights(model, tmp_path)
+    tensors = load_file(path)
+    save_file({**tensors, key: change(tensors[key]).contiguous()}, path)
+    model = resolve_model_class(config)(config, torch.float32, torch.device("cpu"), Shard(ranks - 1, ranks))
+    with pytest.raises(StartupError, match=message):
+        load_weights(model, tmp_path)

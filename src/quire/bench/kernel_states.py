@@ -1,5 +1,6 @@
 """Families of `quire bench kernels`: running states (one token a row, and whole prompts) and mixtures of experts, in
-the sizes of Jamba 52B; cross attention to images, in those of Llama 3.2 11B Vision.
+the sizes of Jamba 52B; the gated delta rule, in those of Qwen3-Next 80B; cross attention to images, in those of Llama
+3.2 11B Vision.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quire.kernels.mamba_states import StateCache, StatePlan, make_state_tiles
 HIDDEN, FFN, EXPERTS, TOP = 4096, 14336, 16, 2
 INNER, SIZE, TAPS = 8192, 16, 4
 LAYERS, RUN = 28, 512
+DELTA_KEYS, DELTA_HEADS = 16, 32
 ROWS = (1, 8, 64, 256)
 PICTURE, KV_HEADS, HEADS, DIM, PAGE = 6404, 8, 32, 128, 16
 PROMPTS = ((8, 8192), (1, 8192), (64, 128))  # rows, and tokens of each row
@@ -69,6 +71,59 @@ def states() -> Iterator[Case]:
             yield from _prompts(rows, length, ssm, name, weights)
 
 
+def delta_rules() -> Iterator[Case]:
+    """Yield the cases of the gated delta rule in the sizes of Qwen3-Next 80B, with states in fp32: one token a row, by
+    the bytes of their states; and prompts, by those of their tokens."""
+    from quire.kernels.triton.delta_rule import gated_delta_rule
+
+    channels, values = 2 * DELTA_KEYS * DIM + DELTA_HEADS * DIM, DELTA_HEADS * DIM
+    wide = torch.zeros(DELTA_HEADS, device="cuda")
+    for rows, length in (*((rows, 1) for rows in ROWS), *PROMPTS):
+        total, runs = rows * length, -(-length // RUN)
+        moved = total * (channels + values) * 2 if length > 1 else 2 * rows * values * DIM * 4
+        copies = inputs(moved)
+        states = torch.zeros((copies * rows * runs + 1, DELTA_HEADS, DIM, DIM), device="cuda")
+        pages = torch.arange(1, len(states), device="cuda").view(copies, rows, runs)
+        lengths, offsets = torch.full((rows,), length, device="cuda"), torch.arange(rows, device="cuda") * length
+        starts, reads = torch.zeros_like(lengths), torch.full_like(lengths, -1)
+        plans = [StatePlan(offsets, lengths, starts, reads if length > 1 else one[:, 0], one, RUN) for one in pages]
+        qkv, ba = _random(total, channels), _random(total, 2 * DELTA_HEADS)
+        calls: list[Call] = [
+            partial(gated_delta_rule, qkv, ba, wide - 1, wide, states, plan, pdl=True) for plan in plans
+        ]
+        name = "delta rule of prompts" if length > 1 else "delta rule, a token a row"
+        yield Case(name, f"{rows} x {length}" if length > 1 else f"{rows} rows", calls, moved)
+
+
+def ssd() -> Iterator[Case]:
+    """Yield the cases of Mamba-2's scan in the sizes of Granite 4 H-Small: one token a row, by the bytes of the states,
+    and prompts, by those of their tokens."""
+    from quire.kernels.triton.ssd import ssd_scan
+
+    heads, dim, size, limits = 128, 64, 128, (0.0, float("inf"))
+    A, D, bias = -torch.arange(1.0, heads + 1, device="cuda"), *torch.zeros(2, heads, device="cuda")
+
+    def case(name: str, text: str, tokens: int, pages: int, plans: list[StatePlan], moved: int) -> Case:
+        states = torch.zeros(pages, heads, dim, size, device="cuda")
+        cache = StateCache(states, states, page_tokens=RUN)
+        x, b, c = torch.split(_random(tokens, heads * dim + 2 * size), [heads * dim, size, size], dim=1)
+        x, b, c, dt = x.unflatten(1, (heads, dim)), b[:, None], c[:, None], _random(tokens, heads)
+        calls: list[Call] = [partial(ssd_scan, x, dt, A, b, c, D, bias, limits, cache, plan) for plan in plans]
+        return Case(name, text, calls, moved)
+
+    for rows in ROWS:
+        moved = 2 * rows * heads * dim * size * 4
+        groups = inputs(moved)
+        order = (torch.randperm(rows * groups, device="cuda") + 1).view(groups, rows, 1)
+        slots, positions = torch.arange(rows, device="cuda"), torch.full((rows,), RUN // 4, device="cuda")
+        plans = [StatePlan.for_decode(table, slots, positions, RUN) for table in order]
+        yield case("Mamba-2, a token a row", f"{rows} rows", rows, rows * groups + 1, plans, moved)
+    for rows, length in PROMPTS:
+        plan, total = _prompt_plan(rows, length), rows * length
+        moved = total * 2 * (2 * heads * dim + 2 * size)
+        yield case("Mamba-2 of prompts", f"{rows} x {length}", total, plan.write_pages.numel() + 1, [plan], moved)
+
+
 def _steps(rows: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator[Case]:
     moved = rows * INNER * SIZE * ssm.itemsize * 2 + rows * INNER * 2 * 4 + INNER * SIZE * 4
     groups = -(-inputs(moved) // LAYERS)
@@ -84,17 +139,21 @@ def _steps(rows: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator
 
 
 def _prompts(rows: int, length: int, ssm: torch.dtype, name: str, weights: Weights) -> Iterator[Case]:
-    runs, total = -(-length // RUN), rows * length
-    caches = zero_states(rows * runs + 1, ssm)[:1]
-    pages = torch.arange(1, rows * runs + 1, device="cuda").view(rows, runs)
-    lengths = torch.full((rows,), length, device="cuda")
-    zero, tiles = torch.zeros_like(lengths), torch.from_numpy(make_state_tiles(np.full(rows, length))).cuda()
-    offsets = torch.arange(rows, device="cuda") * length
-    plan = StatePlan(offsets, lengths, zero, zero - 1, pages, RUN, tiles)
+    total, plan = rows * length, _prompt_plan(rows, length)
+    caches = zero_states(plan.write_pages.numel() + 1, ssm)[:1]
     conv, scan = _calls(_tokens(total), weights, [(caches[0], plan)])
     case = f"{rows} x {length}"
     yield Case("conv of prompts", case, conv, total * INNER * 2 * 2)
     yield Case(f"scan of prompts, {name}", case, scan, total * (4 * INNER + 2 * SIZE) * 2)
+
+
+def _prompt_plan(rows: int, length: int) -> StatePlan:
+    """Return the plan of prompts, each row with pages of its own from page 1 on."""
+    runs = -(-length // RUN)
+    pages = torch.arange(1, rows * runs + 1, device="cuda").view(rows, runs)
+    lengths = torch.full((rows,), length, device="cuda")
+    zero, tiles = torch.zeros_like(lengths), torch.from_numpy(make_state_tiles(np.full(rows, length))).cuda()
+    return StatePlan(torch.arange(rows, device="cuda") * length, lengths, zero, zero - 1, pages, RUN, tiles)
 
 
 class Tokens(NamedTuple):

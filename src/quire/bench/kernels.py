@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quire.bench import cpu_kernels
 from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
-from quire.bench.kernel_states import crossed, experts, states
+from quire.bench.kernel_states import crossed, delta_rules, experts, ssd, states
 from quire.bench.kv_batches import KVBatch, decode_calls, random_kv, random_tensor, with_drafts
 from quire.bench.rank_kernels import DECODES, LAYERS, LLAMA_8B, PAGE, Shape, decodes, products, shape_of
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
@@ -268,8 +268,8 @@ def sampling() -> Iterator[Case]:
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": partial(decodes, LLAMA_8B), "wide": wide,
     "drafted": drafted, "prompts": prompts, "windowed": windowed, "chunks": chunks, "small": small,
-    "linears": partial(products, LLAMA_8B), "sampling": sampling, "states": states, "experts": experts,
-    "crossed": crossed,
+    "linears": partial(products, LLAMA_8B), "sampling": sampling, "states": states, "ssd": ssd, "experts": experts,
+    "crossed": crossed, "delta": delta_rules,
 }  # fmt: skip
 SHAPED: dict[str, Callable[[Shape], Iterator[Case]]] = {"decodes": decodes, "linears": products}
 

@@ -1,5 +1,5 @@
-"""Recurrent states of Mamba layers (arXiv:2312.00752): their storage, the plan of which states a step reads and writes,
-and the two operations that advance them, in plain torch: for any device, but slow.
+"""Running states of layers: their storage, the plan of which states a step reads and writes, and the two operations
+that advance those of Mamba layers (arXiv:2312.00752), in plain torch: for any device, but slow.
 
 A page holds the state for a run of `page_tokens` tokens. The state after a sequence's latest token is in the page of
 that token's run. A row reads the page of the token before its first one, and writes the pages of all runs that its
@@ -12,7 +12,7 @@ tokens are accepted. The inputs of these tokens are saved, and the states are th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.forward_batch import ForwardBatch, StateRows, to_device
+from quire.protocol.model_spec import SavedInput
 
 CONV_TILE = 64
 """Tokens of a row that one program of the convolution computes."""
@@ -31,49 +32,57 @@ SCAN_CHUNK = 64
 
 
 class SavedInputs(NamedTuple):
-    """A layer's inputs of M tokens, from which its states can be advanced later: those of the convolution x and the
-    step sizes dt [M, d_inner] in the model's dtype, and B [M, d_state] in the first half of `bc`, in fp32. (The scan
-    reads B and C side by side. The second half is zero: no output is needed.)"""
+    """A layer's inputs of M tokens, from which its states can be advanced later: a tensor [M, width] for each of
+    `LayerSpec.saved_inputs`."""
 
-    x: Tensor
-    dt: Tensor
-    bc: Tensor
+    tensors: tuple[Tensor, ...]
 
     @classmethod
-    def allocate(cls, tokens: int, cache: StateCache) -> SavedInputs:
-        """Return room for the inputs of a layer with these states."""
-        (_, channels, _), size, device = cache.conv.shape, cache.ssm.shape[2], cache.conv.device
-        x, dt = torch.zeros((2, tokens, channels), dtype=cache.conv.dtype, device=device)
-        return cls(x, dt, torch.zeros((tokens, 2 * size), device=device))
+    def allocate(
+        cls, tokens: int, inputs: Iterable[SavedInput], dtype: torch.dtype, device: torch.device
+    ) -> SavedInputs:
+        """Return zeros for the inputs of `tokens` tokens, in `dtype` or fp32."""
+        return cls(
+            tuple(
+                torch.zeros((tokens, one.width), dtype=torch.float32 if one.is_fp32 else dtype, device=device)
+                for one in inputs
+            )
+        )
 
-    def save(self, tokens: Tensor, x: Tensor, dt: Tensor, B: Tensor) -> None:
-        """Save the inputs of the tokens with these indices [N] as the first N ones."""
-        count = len(tokens)
-        torch.index_select(x, 0, tokens, out=self.x[:count])
-        torch.index_select(dt, 0, tokens, out=self.dt[:count])
-        self.bc[:count, : B.shape[1]].copy_(B.index_select(0, tokens))
+    def save(self, tokens: Tensor, *values: Tensor) -> None:
+        """Save the rows with these indices [N] of each of `values` [T, *] as the first N ones. Narrower values fill the
+        first columns."""
+        for saved, value in zip(self.tensors, values, strict=True):
+            rows = saved[: len(tokens), : value.shape[1]]
+            if rows.is_contiguous() and rows.dtype == value.dtype:
+                torch.index_select(value, 0, tokens, out=rows)
+            else:
+                rows.copy_(value.index_select(0, tokens))
+
+    def first(self, count: int) -> tuple[Tensor, ...]:
+        """Return the inputs of the first `count` tokens."""
+        return tuple(tensor[:count] for tensor in self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class StateCache:
     """One layer's states: views of the pages of a group, one page for each run of `page_tokens` tokens.
 
-    `conv` [pages, d_inner, d_conv - 1] holds the last inputs of the convolution, oldest first, in the model's dtype;
-    `ssm` [pages, d_inner, d_state] is in fp32, or in a shorter dtype, to which a state is rounded when it is written.
-    In both, a page's numbers are contiguous; the stride between pages is the page size. `saved` is set where steps may
-    have draft tokens.
+    `conv` [pages, channels, taps - 1] holds the last inputs of a convolution, oldest first, in the model's dtype; `ssm`
+    [pages, *], if the layer has one (Mamba: [pages, d_inner, d_state]), is in fp32, or in a shorter dtype, to which a
+    state is rounded when it is written. In both, a page's numbers are contiguous; the stride between pages is
+    the page size. `saved` is set where steps may have draft tokens.
     """
 
     conv: Tensor
-    ssm: Tensor
+    ssm: Tensor | None
     group: int = 0
     page_tokens: int = 512
     saved: SavedInputs | None = None
 
     def __post_init__(self) -> None:
-        assert self.conv.shape[:2] == self.ssm.shape[:2], "conv and ssm differ in pages or channels"
         for view in (self.conv, self.ssm):
-            assert view.stride()[1:] == (view.shape[2], 1), "a page's numbers must be contiguous"
+            assert view is None or view[:1].is_contiguous(), "a page's numbers must be contiguous"
 
     @property
     def plan_key(self) -> tuple[int, int]:
@@ -161,19 +170,29 @@ def state_pages(
     return reads, table[slots[:, None], torch.minimum(runs, last[:, None])]
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, *, silu: bool = True
+) -> Tensor:
     """Return the causal convolution of x [T, d_inner], each channel with its weight [d_inner, d_conv] over the token
-    and those before it, plus bias, through SiLU; computed in fp32 and rounded once. Reads and writes the plan's
-    states."""
+    and those before it, plus bias, through SiLU if `silu`; computed in fp32 and rounded once. Reads and writes the
+    plan's states."""
     out, earlier = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1] - 1
-    kernel, shift = weight.float()[:, None], None if bias is None else bias.float()
-    for group in _row_groups(plan):
-        tokens = x[group.tokens].view(len(group.rows), -1, x.shape[1]).transpose(1, 2)  # [rows, d_inner, length]
-        inputs = torch.cat((_read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype), tokens), dim=2)
-        wide = F.conv1d(inputs.float(), kernel, shift, groups=len(weight))
-        out[group.tokens] = F.silu(wide).to(x.dtype).transpose(1, 2).reshape(-1, x.shape[1])
+    taps, shift = weight.float().t().contiguous(), None if bias is None else bias.float()
+    for group in row_groups(plan):
+        tokens = x[group.tokens].unflatten(0, (len(group.rows), -1))  # [rows, length, d_inner]
+        states = read_pages(cache.conv, plan.read_pages[group.rows]).to(x.dtype)
+        inputs, parts = torch.cat((states.transpose(1, 2), tokens), dim=1), []
+        for first in range(0, tokens.shape[1], CONV_TILE):  # a tile fits into a CPU's cache
+            part = inputs[:, first : first + CONV_TILE + earlier].float()
+            length = part.shape[1] - earlier
+            wide = part[:, earlier:] * taps[earlier]
+            for k in range(earlier):
+                wide.addcmul_(part[:, k : k + length], taps[k])
+            wide = wide if shift is None else wide.add_(shift)
+            parts.append((F.silu(wide, inplace=True) if silu else wide).to(x.dtype))
+        out[group.tokens] = torch.cat(parts, dim=1).flatten(0, 1)
         for j, end in enumerate(group.ends):
-            _write_pages(cache.conv, plan.write_pages[group.rows, j], inputs[:, :, end : end + earlier])
+            write_pages(cache.conv, plan.write_pages[group.rows, j], inputs[:, end : end + earlier].transpose(1, 2))
     return out
 
 
@@ -187,18 +206,19 @@ def selective_scan(
 
     x, dt, z, y [T, d_inner]; B, C [T, d_state]; A [d_inner, d_state], D, bias [d_inner], these three in fp32. Computed
     in fp32 and rounded once. Reads and writes the plan's states."""
+    assert cache.ssm is not None, "a scan has states"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for group in _row_groups(plan):
+    for group in row_groups(plan):
         rows, at = len(group.rows), group.tokens
         wide = [tensor[at].float().view(rows, -1, tensor.shape[1]) for tensor in (x, dt, B, C, z)]
-        h, done, parts = _read_pages(cache.ssm, plan.read_pages[group.rows]).float(), 0, []
+        h, done, parts = read_pages(cache.ssm, plan.read_pages[group.rows]).float(), 0, []
         for j, end in enumerate(group.ends):
             for first in range(done, end, SCAN_CHUNK):
                 chunk = slice(first, min(first + SCAN_CHUNK, end))
                 x_chunk, dt_chunk, b_chunk, c_chunk, z_chunk = (tensor[:, chunk] for tensor in wide)
                 y, h = _scan_chunk(x_chunk, dt_chunk, b_chunk, c_chunk, z_chunk, A, D, bias, h)
                 parts.append(y)
-            _write_pages(cache.ssm, plan.write_pages[group.rows, j], h)
+            write_pages(cache.ssm, plan.write_pages[group.rows, j], h)
             done = end
         out[at] = torch.cat(parts, dim=1).view(-1, x.shape[1]).to(x.dtype)
     return out
@@ -222,20 +242,22 @@ def _scan_chunk(
     return y * F.silu(z), states[:, -1]
 
 
-def _read_pages(states: Tensor, pages: Tensor) -> Tensor:
-    """Return a copy of these pages [rows, d_inner, *], zero where the id is below 0. Selects instead of multiplying,
-    because page 0 may hold any bytes."""
-    return torch.where((pages < 0)[:, None, None], 0, states[pages.clamp(min=0)])
+def read_pages(states: Tensor, pages: Tensor) -> Tensor:
+    """Return a copy of these pages [rows, *], zero where the id is below 0. Sets instead of multiplying, because page 0
+    may hold any bytes."""
+    found = states[pages.clamp(min=0)]
+    found[pages < 0] = 0
+    return found
 
 
-def _write_pages(states: Tensor, pages: Tensor, values: Tensor) -> None:
-    """Write `values` [rows, d_inner, *] to these pages, except where the id is below 0."""
+def write_pages(states: Tensor, pages: Tensor, values: Tensor) -> None:
+    """Write `values` [rows, *] to these pages, except where the id is below 0."""
     written = pages >= 0
     states[pages[written]] = values[written].to(states.dtype)
 
 
 @dataclass(frozen=True)
-class _RowGroup:
+class RowGroup:
     """Rows of equal length: `tokens` are their token indices, row after row, and `ends` the offsets in a row at which
     its runs end, and the row."""
 
@@ -244,14 +266,14 @@ class _RowGroup:
     ends: list[int]
 
 
-def _row_groups(plan: StatePlan) -> Iterator[_RowGroup]:
+def row_groups(plan: StatePlan) -> Iterator[RowGroup]:
     """Yield all rows of one token as one group, and each other row as a group of its own."""
     offsets, lengths, starts = plan.offsets.tolist(), plan.lengths.tolist(), plan.starts.tolist()
     single = [row for row, length in enumerate(lengths) if length == 1]
     if single:
-        yield _RowGroup(single, plan.offsets[single], [1])
+        yield RowGroup(single, plan.offsets[single], [1])
     for row, (offset, length, start) in enumerate(zip(offsets, lengths, starts)):
         if length > 1:
             first = plan.page_tokens - start % plan.page_tokens
             ends = [*range(first, length, plan.page_tokens), length]
-            yield _RowGroup([row], torch.arange(offset, offset + length, device=plan.offsets.device), ends)
+            yield RowGroup([row], torch.arange(offset, offset + length, device=plan.offsets.device), ends)

@@ -3,46 +3,52 @@ C depend on the token; with Jamba's norms of these three (arXiv:2403.19887)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from quire.kernels import mamba_states
 from quire.kernels.mamba_states import StateCache, StatePlan
-from quire.layers.exchange import ShardedModule
 from quire.layers.linear import Linear
 from quire.layers.module_list import module_list
 from quire.layers.norm import RMSNorm
 from quire.layers.sharding import ParameterShards, shard_columns
+from quire.layers.state_config import MambaConfig
+from quire.layers.state_mixer import StateMixer
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
-
-class MambaDims(NamedTuple):
-    """Sizes per token: the hidden size, the mixer's channels, the rank of dt. Per channel: its state, and the taps of
-    its convolution."""
-
-    hidden: int
-    d_inner: int
-    dt_rank: int
-    d_state: int
-    d_conv: int
+MIN_DT, MAX_DT = 1e-3, 0.1
+"""The range of step sizes of an untrained Mamba (arXiv:2312.00752, §3.6)."""
 
 
-class MambaMixer(ShardedModule):
-    """x [T, hidden] -> [T, hidden], by `mix` and then `out`. The layer's states, in `cache`, are advanced over the
-    step's tokens, as the plan says.
+def initial_A_log(like: Tensor) -> Tensor:
+    """Return A_log such that the n-th of a channel's d_state numbers decays n times as fast as the first."""
+    return torch.arange(1, like.shape[1] + 1, device=like.device).log().expand(like.shape)
+
+
+def initial_dt_bias(like: Tensor) -> Tensor:
+    """Return the inverse softplus of steps from MIN_DT to MAX_DT, evenly spaced on a logarithmic scale."""
+    steps = torch.linspace(math.log(MIN_DT), math.log(MAX_DT), len(like), device=like.device).exp()
+    return steps.expm1().log()
+
+
+class MambaMixer(StateMixer):
+    """See StateMixer.
 
     With tensor parallelism each rank has some channels and their states. dt, B and C are made of a sum over all
-    channels, so there is an all-reduce within the mixer; its output is one rank's term of a sum."""
+    channels, so there is an all-reduce within the mixer."""
 
-    def __init__(
-        self, w: MambaDims, bias: bool, conv_bias: bool, norms: str, norm_eps: float, dtype: torch.dtype,
-        device: torch.device, shard: Shard = UNSHARDED,
-    ) -> None:  # fmt: skip
-        """`norms` of dt, B and C: "learned", "plain" without weights, or "none"."""
+    initial_values: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {
+        "A_log": initial_A_log,
+        "D": torch.ones_like,
+        "dt_bias": initial_dt_bias,
+    }
+
+    def __init__(self, w: MambaConfig, dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED) -> None:
         super().__init__()
         channels = shard_columns(shard, w.d_inner)
         self.param_shards = dict.fromkeys(
@@ -52,18 +58,18 @@ class MambaMixer(ShardedModule):
         def empty(*shape: int, dtype: torch.dtype) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
-        self.in_proj = Linear(w.hidden, (channels, channels), bias, dtype, device)
+        self.in_proj = Linear(w.hidden, (channels, channels), w.bias, dtype, device)
         self.conv_weight = empty(channels.padded, 1, w.d_conv, dtype=dtype)
-        self.conv_bias = empty(channels.padded, dtype=dtype) if conv_bias else None
+        self.conv_bias = empty(channels.padded, dtype=dtype) if w.conv_bias else None
         self.x_proj = Linear(channels, (w.dt_rank, w.d_state, w.d_state), False, dtype, device)
         self.dt_proj = Linear(w.dt_rank, channels, False, dtype, device)
         # fp32, since they are used with fp32 numbers; a checkpoint may have them in its own dtype.
         self.dt_bias = empty(channels.padded, dtype=torch.float32)
         self.A_log = empty(channels.padded, w.d_state, dtype=torch.float32)
         self.D = empty(channels.padded, dtype=torch.float32)
-        self.out = Linear(channels, w.hidden, bias, dtype, device)
-        sizes, learned = () if norms == "none" else (w.dt_rank, w.d_state, w.d_state), norms == "learned"
-        self.norms = module_list(RMSNorm(size, norm_eps, dtype, device, learned=learned) for size in sizes)
+        self.out = Linear(channels, w.hidden, w.bias, dtype, device)
+        sizes, learned = () if w.norms == "none" else (w.dt_rank, w.d_state, w.d_state), w.norms == "learned"
+        self.norms = module_list(RMSNorm(size, w.norm_eps, dtype, device, learned=learned) for size in sizes)
         self.fused_norms: Callable[..., tuple[Tensor, ...]] | None = None  # all three in one launch
         self.A: Tensor | None = None
         self.conv, self.scan = mamba_states.causal_conv, mamba_states.selective_scan
@@ -84,10 +90,10 @@ class MambaMixer(ShardedModule):
         return self.scan(inner, steps, self.A, b, c, self.D, gate, self.dt_bias, cache, plan)
 
     def advance(self, cache: StateCache, plan: StatePlan, tokens: int) -> None:
-        """Advance the states over the plan's rows, which consist of some of the first `tokens` saved tokens."""
+        """See StateMixer."""
         assert self.A is not None, "prepare() makes it"
         assert cache.saved is not None, "no inputs are saved"
-        projected, steps, bc = (part[:tokens] for part in cache.saved)
+        projected, steps, bc = cache.saved.first(tokens)
         inner = self.conv(projected, self.conv_weight[:, 0], self.conv_bias, cache, plan)
         b, c = bc.chunk(2, dim=1)
         self.scan(inner, steps, self.A, b, c, self.D, steps, self.dt_bias, cache, plan)  # the output is not needed
@@ -101,8 +107,7 @@ class MambaMixer(ShardedModule):
 
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
-        """Choose kernels. Call once, after loading. If `deterministic`, a token's bits on a GPU, with states in fp32,
-        depend neither on the batch's other rows nor on how its sequence is split into steps."""
+        """See StateMixer."""
         self.A = -torch.exp(self.A_log)
         for norm_module in self.norms:
             if norm_module.weight is None:  # FalconMamba's norms have no weight

@@ -101,9 +101,10 @@ class SparseMLP(nn.Module):
         self.gate_up = ExpertWeights(hidden, (columns, columns) * self.experts, biases, dtype, device)
         self.down = ExpertWeights(columns, (hidden,) * self.experts, biases, dtype, device, output_modified=True)
         self.shared: GatedMLP | None = None
+        self.shared_gate: Linear | None = None
         if experts.shared_intermediate:
             self.shared = GatedMLP(hidden, experts.shared_intermediate, act, False, dtype, device, shard, True)
-            self.shared_gate = Linear(hidden, 1, False, dtype, device)
+            self.shared_gate = Linear(hidden, 1, False, dtype, device) if experts.shared_gated else None
         self.route_kernel: Callable[..., Any] | None = None  # softmax and top-k in one launch
         self.experts_kernel: Callable[..., Tensor] | None = None
         self.packed: PackedExperts | None = None  # all of it, for a CPU
@@ -111,11 +112,16 @@ class SparseMLP(nn.Module):
         self.deterministic = self.pdl = False
 
     def forward(self, x: Tensor) -> Tensor:
-        shared, gate = (None, None) if self.shared is None else (self.shared(x), self.shared_gate(x))
+        shared = None if self.shared is None else self.shared(x)
+        gate = None if self.shared_gate is None else self.shared_gate(x)
         if self.packed is not None:
-            return self.packed(x, self.router(x), self.top_k, self.renormalize, shared, gate)
-        out = self.mix(x)
-        return out if shared is None or gate is None else out.addcmul_(gate.sigmoid_(), shared)
+            gated = None if gate is None else shared
+            out = self.packed(x, self.router(x), self.top_k, self.renormalize, gated, gate)
+        else:
+            out = self.mix(x)
+            if shared is not None and gate is not None:
+                out.addcmul_(gate.sigmoid_(), shared)
+        return out if shared is None or gate is not None else out.add_(shared)
 
     def mix(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's chosen experts."""

@@ -12,11 +12,11 @@ from torch import nn
 from quire.layers.embedding import Embedding
 from quire.layers.exchange import Exchange, ShardedModule
 from quire.layers.linear import Linear
-from quire.layers.mamba import MambaMixer
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.moe import SparseMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.softcap import Softcap
+from quire.layers.state_mixer import StateMixer
 
 
 class MappedWeights(Protocol):
@@ -41,15 +41,15 @@ def prepare_layers(model: nn.Module, deterministic: bool = False, mapped_files: 
             for embedding in embeddings:
                 if weight is not None and embedding.weight is weight and module.weight is None:
                     embedding.tie_to_packed(module.packed)
-        elif isinstance(module, GatedMLP | MLP | MambaMixer | SparseMLP):
+        elif isinstance(module, GatedMLP | MLP | StateMixer | SparseMLP):
             module.prepare(deterministic)
         elif isinstance(module, RMSNorm | LayerNorm | Softcap | Embedding):
             module.prepare()
 
 
 def connect_ranks(model: nn.Module, exchange: Exchange) -> None:
-    """Connect a shard to the other ranks: at the norms that add a residual, within Mamba mixers, at the embedding, and
-    at the logits. A vision encoder is whole on each rank. May be called before or after `prepare`."""
+    """Connect a shard to the other ranks: at the norms that add a residual, within mixers with states, at the
+    embedding, and at the logits. A vision encoder is whole on each rank. May be called before or after `prepare`."""
     vision_encoder: nn.Module | None = getattr(model, "vision_encoder", None)
     unsharded = set[nn.Module]() if vision_encoder is None else set(vision_encoder.modules())
     for module in model.modules():

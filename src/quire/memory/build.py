@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 
 from quire.config import PAGE_TABLE_MEMORIES, EngineConfig
@@ -80,4 +81,5 @@ def max_seq_len(config: EngineConfig, spec: ModelSpec, size: MemorySize) -> int:
     if size.tokens >= size.max_len or config.memory not in PAGE_TABLE_MEMORIES:
         return min(size.tokens, size.max_len)
     memory = build_memory(config, spec, size)
-    return bisect_left(range(1, size.max_len + 1), True, key=lambda length: not memory.fits([length]))
+    longest = min(size.max_len, sys.maxsize - 1)  # the most that a range has
+    return bisect_left(range(1, longest + 1), True, key=lambda length: not memory.fits([length]))

@@ -289,7 +289,8 @@ def stores_states(config: EngineConfig) -> bool:
 
 def _plan_large_pages(types: Sequence[LayerType], limit: int) -> tuple[list[int], int]:
     """Return the page sizes of the types, and that of large pages, or 0 if padding makes all pages equal. StartupError
-    if large pages exceed `limit` bytes."""
+    if large pages exceed `limit` bytes, and the largest type's pages: those of states may have 100 MB and more."""
+    limit = max(limit, *(kind.max_padded_bytes for kind in types))
     plan = plan_pages(types, limit)
     if plan.large_bytes > limit:
         exact = plan_pages(types, None).large_bytes

@@ -7,7 +7,14 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError, short_repr
-from quire.models import expert_families, families, head_config, mamba_families, vision_language_families
+from quire.models import (
+    delta_rule_families,
+    expert_families,
+    families,
+    head_config,
+    state_families,
+    vision_language_families,
+)
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import DecoderConfig
 from quire.protocol.model_spec import ModelSpec
@@ -40,11 +47,21 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
     "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),
     "GptOssForCausalLM": Architecture(expert_families.read_gpt_oss),
+    "Qwen3NextForCausalLM": Architecture(delta_rule_families.read_qwen3_next),
+    "Qwen3_5ForCausalLM": Architecture(delta_rule_families.read_qwen3_5),
+    "Qwen3_5ForConditionalGeneration": Architecture(delta_rule_families.read_qwen3_5_with_vision),  # its text
+    "Qwen3_5MoeForCausalLM": Architecture(delta_rule_families.read_qwen3_5_moe),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(delta_rule_families.read_qwen3_5_moe_with_vision),  # its text
     "OPTForCausalLM": Architecture(families.read_opt, "opt:OPT"),
     "GPT2LMHeadModel": Architecture(families.read_gpt2),
-    "JambaForCausalLM": Architecture(mamba_families.read_jamba, "mamba:Mamba"),
-    "MambaForCausalLM": Architecture(mamba_families.read_mamba, "mamba:Mamba"),
-    "FalconMambaForCausalLM": Architecture(mamba_families.read_falcon_mamba, "mamba:Mamba"),
+    "JambaForCausalLM": Architecture(state_families.read_jamba),
+    "MambaForCausalLM": Architecture(state_families.read_mamba),
+    "FalconMambaForCausalLM": Architecture(state_families.read_falcon_mamba),
+    "Mamba2ForCausalLM": Architecture(state_families.read_mamba2),
+    "GraniteMoeHybridForCausalLM": Architecture(state_families.read_granite_hybrid),
+    "BambaForCausalLM": Architecture(state_families.read_bamba),
+    "NemotronHForCausalLM": Architecture(state_families.read_nemotron_h),
+    "Lfm2ForCausalLM": Architecture(state_families.read_lfm2),
     "MllamaForConditionalGeneration": Architecture(vision_language_families.read_mllama, "mllama:Mllama"),
     "LlavaOnevisionForConditionalGeneration": VISION_LANGUAGE,
     "InternVLForConditionalGeneration": VISION_LANGUAGE,
@@ -56,6 +73,9 @@ HEADS = {
     head_config.EAGLE3: Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),
     "LlamaForCausalLMEagle3": Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),
     head_config.MTP: Architecture(head_config.read_mimo_mtp, "speculation_heads:MtpHead"),
+    head_config.QWEN3_NEXT_MTP: Architecture(head_config.read_qwen3_next_mtp, "speculation_heads:MtpHead"),
+    head_config.QWEN3_5_MTP: Architecture(head_config.read_qwen3_5_mtp, "speculation_heads:MtpHead"),
+    head_config.QWEN3_5_MOE_MTP: Architecture(head_config.read_qwen3_5_moe_mtp, "speculation_heads:MtpHead"),
 }
 """Speculation heads, which are used beside a model."""
 

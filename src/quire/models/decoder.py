@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.mamba_states import StateCache, StatePlan
+from quire.layers.delta_rule import DeltaRuleMixer
 from quire.layers.embedding import Embedding
 from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
+from quire.layers.mamba import MambaMixer
+from quire.layers.mamba2 import Mamba2Mixer
 from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.module_list import module_list
 from quire.layers.moe import SparseMLP
@@ -23,7 +27,16 @@ from quire.layers.pipeline import make_layers
 from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import ParameterShards, ShardRange, shard_heads, shard_vocab
+from quire.layers.short_conv import ShortConvMixer
 from quire.layers.softcap import Softcap
+from quire.layers.state_config import (
+    DeltaRuleConfig,
+    Mamba2Config,
+    MambaConfig,
+    ShortConvConfig,
+    StateMixerConfig,
+)
+from quire.layers.state_mixer import StateMixer
 from quire.models.architectures import read_model_config
 from quire.models.decoder_config import DecoderConfig
 from quire.models.forward_context import ForwardContext
@@ -33,8 +46,9 @@ from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 class Attention(nn.Module):
     """Queries, keys and values from one product, or queries alone if the layer shares another's keys and values; their
-    norms and rotation, if any; attention through the context; the output projection. Ranks divide the heads. `sinks`
-    reach the kernels by the layer's cache."""
+    norms and rotation, if any; attention through the context; its product with the sigmoid of gates, if any; the output
+    projection. Ranks divide the heads. The product has the gates first. `sinks` reach the kernels by the layer's cache.
+    """
 
     __call__: Callable[..., Tensor]
 
@@ -47,7 +61,8 @@ class Attention(nn.Module):
         self.layer, self.head_dim, self.rotary = layer, s.head_dim, rotary
         queries, keys = shard_heads(shard, s.heads, s.kv_heads, s.head_dim)
         shares_kv = s.layers[layer].kv_sharing_layer is not None
-        products = (queries,) if shares_kv else (queries, keys, keys)
+        self.gate_heads = queries.padded // s.head_dim if s.attention_gate else 0
+        products = (queries,) * (1 + s.attention_gate) + (() if shares_kv else (keys, keys))
         self.qkv = Linear(inputs or s.hidden, products, s.qkv_bias, dtype, device)
         self.out = Linear(queries, s.hidden, s.out_bias, dtype, device)
         self.sinks: nn.Parameter | None = None
@@ -70,7 +85,20 @@ class Attention(nn.Module):
             for norm, part in zip(self.projection_norms, qkv.split(self.qkv.output_sizes, dim=1)):
                 norm.normalize_(part)
         qkv = qkv.view(len(x), -1, self.head_dim)
-        return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
+        if not self.gate_heads:
+            return ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
+        gate, qkv = qkv[:, : self.gate_heads], qkv[:, self.gate_heads :]
+        out = ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
+        return out * (ctx.select_logits_rows(gate) if last else gate).flatten(1).sigmoid()
+
+
+STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {
+    MambaConfig: MambaMixer,
+    ShortConvConfig: ShortConvMixer,
+    Mamba2Config: Mamba2Mixer,
+    DeltaRuleConfig: DeltaRuleMixer,
+}
+"""The mixers with states, by their declarations."""
 
 
 def attention_sinks(model: nn.Module) -> dict[int, Tensor]:
@@ -82,7 +110,10 @@ def attention_sinks(model: nn.Module) -> dict[int, Tensor]:
 class DecoderLayer(nn.Module):
     """x += attention(norm(x)); returns x and the next residual, mlp(norm(x)), or the attention's output if there is no
     feed-forward block. Each sum, with its post norm if there is one, is left to the norm that follows, which reads all
-    of x anyway. Experts may stand in the place of the MLP. A subclass may have another mixer than attention."""
+    of x anyway. Experts may stand in the place of the MLP, and a mixer with a state in that of attention. A subclass
+    may have another mixer."""
+
+    attention: Attention
 
     def __init__(
         self, s: DecoderConfig, layer: int, rotary: RotaryEmbedding | None, dtype: torch.dtype, device: torch.device,
@@ -91,31 +122,90 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.attention_norm = make_norm(s, dtype, device, first=layer == 0)
         kind = s.layers[layer]
-        if kind.mixer == "attention":
+        self.layer, self.residual_scale = layer, s.residual_scale
+        self.mixer: StateMixer | None = None
+        if kind.mixer == "state":
+            assert s.state_mixer is not None, "a model with layers with states declares their mixer"
+            self.mixer = STATE_MIXERS[type(s.state_mixer)](s.state_mixer, dtype, device, shard)
+        elif kind.mixer == "attention":
             self.attention = Attention(s, layer, rotary, dtype, device, shard)
         self.mlp: GatedMLP | MLP | None = None
         self.experts: SparseMLP | None = None
         if kind.feed_forward != "none":
             self.mlp_norm = make_norm(s, dtype, device)
         if kind.feed_forward == "mlp":
-            mlp = GatedMLP if s.gated else MLP
-            self.mlp = mlp(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard)
+            options = s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard
+            scaled = s.residual_scale is not None
+            self.mlp = GatedMLP(*options, output_modified=scaled) if s.gated else MLP(*options)
+            assert s.gated or not scaled, "a plain block is not scaled"
         elif kind.feed_forward == "experts":
             assert s.experts is not None, "a model with experts declares them"
             self.experts = SparseMLP(s.hidden, s.experts, s.activation, dtype, device, shard)
 
     def mix(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
-        """Run the layer up to the attention: return its output, before `out`."""
-        return self.attention(self.attention_norm(x, delta), ctx, last)
+        """Run the layer up to the mixer: return its output, before `out`."""
+        normed = self.attention_norm(x, delta)
+        if self.mixer is not None:
+            return self.mixer.mix(normed, *ctx.state(self.layer))
+        return self.attention(normed, ctx, last)
 
     def feed_forward(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run the rest of the layer: return x and the next residual."""
-        return self.run_mlp(x, self.attention.out(mixed))
+        if self.residual_scale is not None:
+            mixed = mixed * self.residual_scale  # not the output, which ranks may be sending already
+        return self.run_mlp(x, (self.attention if self.mixer is None else self.mixer).out(mixed))
 
     def run_mlp(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Run the feed-forward block, if there is one."""
         mlp = self.mlp or self.experts
-        return x, delta if mlp is None else mlp(self.mlp_norm(x, delta))
+        if mlp is None:
+            return x, delta
+        delta = mlp(self.mlp_norm(x, delta))
+        return x, delta if self.residual_scale is None else delta.mul_(self.residual_scale)
+
+
+def arrange_rows(model: nn.Module, s: DecoderConfig, sources: dict[str, WeightSource]) -> dict[str, WeightSource]:
+    """Return the sources of a model's parameters with the order of their rows in the checkpoint, where it is another
+    one than in the parameter."""
+    turned = any(rope.partial_rotary_factor < 1 for rope in s.ropes)
+    arranged = {}
+    for name, source in sources.items():
+        path, _, kind = name.rpartition(".")
+        module = model.get_submodule(path)
+        if path.startswith("layers.") and path.endswith(".attention.qkv"):
+            assert isinstance(module, Linear), f"{name} is no weight of a linear layer"
+            if s.grouped_qkv:
+                source = source._replace(group_rows=(s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim))
+            if s.attention_gate:
+                source = source._replace(group_rows=(s.head_dim, s.head_dim))
+            if turned or s.attention_gate:
+                source = source._replace(row_order=_qkv_row_order(s, *module.output_sizes))
+        elif path.endswith((".attention.q_norm", ".attention.k_norm")) and s.qk_norm == "head" and turned:
+            [rope] = s.ropes
+            source = source._replace(row_order=tuple(rope.rotary_order(s.head_dim)))
+        elif isinstance(s.state_mixer, DeltaRuleConfig) and len(source.tensors) == 1 and kind == "weight":
+            # A tensor that has all of a product has it by key heads.
+            w = s.state_mixer
+            shared = w.heads // w.key_heads
+            if path.endswith(".mixer.in_proj"):
+                values = shared * w.value_dim
+                source = source._replace(group_rows=(w.key_dim, w.key_dim, values, values))
+            elif path.endswith(".mixer.ba_proj"):
+                source = source._replace(group_rows=(shared, shared))
+        arranged[name] = source
+    return arranged
+
+
+def _qkv_row_order(s: DecoderConfig, *sizes: int) -> tuple[int, ...]:
+    """Return the row order of a qkv weight of projections with these `sizes`: gates before queries; queries and keys as
+    rotation needs them; values unchanged."""
+    [rope], dim = s.ropes, s.head_dim
+    gates = sizes[0] if s.attention_gate else 0
+    *turned, values = sizes[1:] if s.attention_gate else sizes
+    starts = (*range(0, turned[0], dim), *range(turned[0] + gates, gates + sum(turned), dim))
+    heads = [head + row for head in starts for row in rope.rotary_order(dim)]
+    end = gates + sum(turned)
+    return (*range(turned[0], turned[0] + gates), *heads, *range(end, end + values))
 
 
 def make_norm(
@@ -173,8 +263,8 @@ class Decoder(ShardedModule):
         return self.finish(*self.embed(tokens, ctx), ctx)
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Run the model up to the last layer's mixer: return x [T, hidden] and the mixer's output. That of a Mamba
-        mixer is of all tokens, since all of them advance its state."""
+        """Run the model up to the last layer's mixer: return x [T, hidden] and the mixer's output. That of a mixer
+        with a state is of all tokens, since all of them advance it."""
         return self.run_layers(self.embed_inputs(tokens, ctx), ctx)
 
     def embed_inputs(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
@@ -202,12 +292,18 @@ class Decoder(ShardedModule):
 
     def finish(self, x: Tensor, mixed: Tensor, ctx: ForwardContext) -> Tensor:
         """Call `finish_selected` for the tokens that `ctx` selects."""
-        if self.config.layers[-1].mixer == "mamba":
+        if self.config.layers[-1].mixer == "state":
             mixed = ctx.select_logits_rows(mixed)
         hidden = self.finish_selected(ctx.select_logits_rows(x), mixed)
         if ctx.hidden_states is not None:
             ctx.hidden_states.store_final(hidden)
         return hidden
+
+    @property
+    def can_cut_attention(self) -> bool:
+        """True if the last layer's mixer may compute all tokens in one graph up to its keys and values, or its states,
+        and the outputs of some rows in another, for `finish_selected`. Gates would be missing there."""
+        return not self.config.attention_gate
 
     def finish_selected(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Run what follows the last mixer, for the selected tokens: return hidden states [R, hidden]."""
@@ -218,32 +314,23 @@ class Decoder(ShardedModule):
         columns, padding included."""
         assert self.head is not None, "only the last stage has logits"
         logits = self.head(hidden if self.project_out is None else self.project_out(hidden))
+        if self.config.logits_scale is not None:
+            logits.mul_(self.config.logits_scale)
         if self.softcap is not None:
             logits = self.softcap(logits)
         return gather_logits(logits, self.vocab_shard, None if local else self.exchange)
 
+    def advance_states(self, tokens: int, state: Callable[[int], tuple[StateCache, StatePlan]]) -> None:
+        """Advance all layers' states over rows of the first `tokens` saved tokens: see StateMixer.advance. `state`
+        returns those of a layer, and the plan."""
+        for layer in self.layers:
+            if isinstance(layer, DecoderLayer) and layer.mixer is not None:
+                layer.mixer.advance(*state(layer.layer), tokens)
+
     def weight_sources(self) -> dict[str, WeightSource]:
         """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
-        s = self.config
-        sources = expand_weight_names(self, s.weight_names, s.transposed_weights)
-        for name, source in sources.items():
-            if not (name.startswith("layers.") and name.endswith(".attention.qkv.weight")):
-                continue
-            if s.grouped_qkv:
-                sizes = s.heads // s.kv_heads * s.head_dim, s.head_dim, s.head_dim
-                sources[name] = source._replace(group_rows=sizes)
-            if any(rope.partial_rotary_factor < 1 for rope in s.ropes):
-                sources[name] = source._replace(row_order=self._qkv_row_order(name))
-        return sources
-
-    def _qkv_row_order(self, name: str) -> tuple[int, ...]:
-        """Return the row order of a qkv weight: queries and keys as rotation needs them, values unchanged."""
-        qkv, [rope] = self.get_submodule(name.rpartition(".")[0]), self.config.ropes
-        assert isinstance(qkv, Linear), f"{name} is no weight of a linear layer"
-        *rotated, values = qkv.output_sizes
-        dim, end = self.config.head_dim, sum(rotated)
-        heads = [head + row for head in range(0, end, dim) for row in rope.rotary_order(dim)]
-        return (*heads, *range(end, end + values))
+        sources = expand_weight_names(self, self.config.weight_names, self.config.transposed_weights)
+        return arrange_rows(self, self.config, sources)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:

@@ -10,21 +10,20 @@ from typing import NamedTuple, Self
 from quire.errors import StartupError
 from quire.layers.experts_config import ExpertsConfig
 from quire.layers.rope_config import RopeConfig
+from quire.layers.state_config import StateMixerConfig
 from quire.models.vision.settings import VisionSettings
 from quire.models.weight_names import WeightNames
-from quire.protocol.model_spec import LayerSpec, ModelSpec, SnapKVSelection, StateTensor
+from quire.protocol.model_spec import LayerSpec, ModelSpec, SnapKVSelection
 from quire.protocol.parallel_layout import UNSHARDED, Shard, check_tp_division
 
 MAX_LAYERS = 4096
-STATE_ITEMSIZE = 4
-"""Bytes of a number of the `ssm` state, unless --state-dtype is given."""
 
 
 class LayerConfig(NamedTuple):
     """A layer attends to the last `window` positions, to those of its `chunk`, or to all. It rotates queries and keys
     if it has a `rope`, reads the keys and values of `kv_sharing_layer` if that is given, and keeps `budget` tokens of a
-    prompt (None: all). `mixer` may be "mamba" in place of "attention", or "cross", attention to images (Llama 3.2
-    Vision). `feed_forward` may be "experts" in place of "mlp", or "none"."""
+    prompt (None: all). `mixer` may be "state" in place of "attention", the model's `state_mixer` (Mamba), or "cross",
+    attention to images (Llama 3.2 Vision). `feed_forward` may be "experts" in place of "mlp", or "none"."""
 
     window: int | None = None
     chunk: int | None = None
@@ -36,43 +35,6 @@ class LayerConfig(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MambaConfig:
-    """The mixer of a Mamba layer: `d_inner` channels with states of `d_state` numbers each, a convolution over `d_conv`
-    tokens, and step sizes of rank `dt_rank`. `norms`, with `norm_eps`: step sizes, B and C are normalised with weights
-    ("learned", Jamba), without ("plain", FalconMamba), or not at all ("none"). States have `itemsize` bytes a
-    number."""
-
-    hidden: int
-    d_inner: int
-    d_state: int
-    d_conv: int
-    dt_rank: int
-    conv_bias: bool
-    bias: bool
-    norms: str
-    norm_eps: float
-    itemsize: int
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters."""
-        s, selected = self, self.dt_rank + 2 * self.d_state
-        products = 3 * s.hidden * s.d_inner + s.bias * (2 * s.d_inner + s.hidden)
-        per_channel = (s.d_conv + s.conv_bias) + selected + (s.dt_rank + 1) + (s.d_state + 1)
-        return products + s.d_inner * per_channel + (s.norms == "learned") * selected
-
-    @property
-    def fp32_parameters(self) -> int:
-        """Number of parameters that are in float32 regardless of the model's dtype."""
-        return self.d_inner * (self.d_state + 2)
-
-    def layer_spec(self) -> LayerSpec:
-        """Return the layer's spec: its states."""
-        conv = StateTensor("conv", (self.d_inner, self.d_conv - 1), self.itemsize)
-        return LayerSpec(0, 0, state_tensors=(conv, StateTensor("ssm", (self.d_inner, self.d_state), STATE_ITEMSIZE)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """A text model. In a shard heads, `intermediate`, channels and `parameters` are those of the shard.
 
@@ -81,7 +43,9 @@ class DecoderConfig:
     `layer_norm` layer norms. `qk_norm`: queries and keys are normalised, "head" each head, "projection" all heads
     together. With `sinks` each query head has a sink (see LayerSpec). Products of queries and keys are multiplied by
     `scale` (None: head_dim ** -0.5) and bounded by `softcap`, logits by `final_softcap`; embeddings have `embed_dim`
-    numbers and are multiplied by `embed_scale`.
+    numbers and are multiplied by `embed_scale`, f(norm(x)) by `residual_scale`, and logits by `logits_scale`. With
+    `attention_gate` each number of an attention's output is multiplied by the sigmoid of a gate, which a checkpoint
+    has among the queries: for each head its queries, then its gates.
 
     `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
     `position_offset`. `extra_tokens` have embeddings, but are never generated. `experts` are those of layers that have
@@ -110,6 +74,7 @@ class DecoderConfig:
     post_norms: bool = False
     final_norm: bool = True
     qk_norm: str = ""
+    attention_gate: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -119,9 +84,11 @@ class DecoderConfig:
     sinks: bool = False
     final_softcap: float | None = None
     embed_scale: float | None = None
+    residual_scale: float | None = None
+    logits_scale: float | None = None
     layers: tuple[LayerConfig, ...]
     selection: SnapKVSelection = field(default_factory=SnapKVSelection)
-    mamba: MambaConfig | None = None
+    state_mixer: StateMixerConfig | None = None
     experts: ExpertsConfig | None = None
     max_len: int
     positions: int = 0
@@ -144,17 +111,16 @@ class DecoderConfig:
 
     def for_shard(self, shard: Shard) -> Self:
         """Return one rank's part. Raise StartupError if the model can't be divided among that many ranks."""
-        ranks, mamba, experts = shard.tp_size, self.mamba, self.experts
+        ranks, mixer, experts = shard.tp_size, self.state_mixer, self.experts
         columns = {self.intermediate_key: self.intermediate} if self._has("mlp") else {}
         columns |= {} if experts is None else experts.columns
-        if mamba is not None:
-            columns["mamba_expand times hidden_size"] = mamba.d_inner
+        columns |= {} if mixer is None else mixer.columns
         if self.heads:
             check_tp_division(ranks, self.heads, self.kv_heads, **columns)
-        elif mamba is not None and mamba.d_inner % ranks:
+        elif any(size % ranks for size in columns.values()):
+            sizes = ", ".join(f"{name} {size}" for name, size in columns.items())
             raise StartupError(
-                f"--tp is {ranks}, which doesn't divide the model: it has {mamba.d_inner} channels",
-                "Use a number that divides them",
+                f"--tp is {ranks}, which doesn't divide the model: it has {sizes}", "Use a number that divides them"
             )
         if ranks > self.kv_heads and any(layer.budget for layer in self.layers):
             # A key head selects tokens by all its query heads.
@@ -172,7 +138,7 @@ class DecoderConfig:
             heads=self.heads // ranks,
             kv_heads=-(-self.kv_heads // ranks),
             intermediate=self.intermediate // ranks,
-            mamba=None if mamba is None else replace(mamba, d_inner=mamba.d_inner // ranks),
+            state_mixer=None if mixer is None else mixer.divide(ranks),
             experts=None if experts is None else experts.divide(ranks),
             shard=shard,
         )
@@ -194,10 +160,11 @@ class DecoderConfig:
         h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         blocks = 1 if layer.feed_forward == "none" else 2
         total = blocks * (self.pre_norms + self.post_norms) * self._norm_parameters
-        if layer.mixer == "mamba":
-            total += 0 if self.mamba is None else self.mamba.parameters
+        if layer.mixer == "state":
+            total += 0 if self.state_mixer is None else self.state_mixer.parameters
         else:
             rows = queries if layer.kv_sharing_layer is not None else queries + 2 * keys
+            rows += queries if self.attention_gate else 0
             total += h * (rows + queries) + self.qkv_bias * rows + self.out_bias * h
             total += {"": 0, "head": 2 * self.head_dim, "projection": queries + keys}[self.qk_norm]
             total += self.heads if self.sinks else 0
@@ -213,8 +180,8 @@ class DecoderConfig:
     def spec(self) -> ModelSpec:
         """Return the ModelSpec. `parameters` are the text model's; those of a vision encoder are in `vision`."""
         sparse = sum(layer.feed_forward == "experts" for layer in self.layers)
-        states, attending = (sum(layer.mixer == mixer for layer in self.layers) for mixer in ("mamba", "attention"))
-        inner, mamba, experts = self.intermediate if self._has("mlp") else 0, self.mamba, self.experts
+        states, attending = (sum(layer.mixer == mixer for layer in self.layers) for mixer in ("state", "attention"))
+        inner, mixer, experts = self.intermediate if self._has("mlp") else 0, self.state_mixer, self.experts
         if experts is not None:
             inner = max(inner, experts.per_token * experts.intermediate + experts.shared_intermediate)
         return ModelSpec(
@@ -224,7 +191,7 @@ class DecoderConfig:
             max_len=self.max_len,
             hidden=self.hidden,
             heads=self.heads,
-            intermediate=inner if mamba is None else max(inner, 2 * mamba.d_inner),
+            intermediate=inner if mixer is None else max(inner, mixer.width),
             parameters=self.parameters,
             eos_ids=self.eos_ids,
             num_rope_tables=len(self.ropes) + (self.positions > 0),
@@ -233,14 +200,14 @@ class DecoderConfig:
             experts=0 if experts is None else experts.count,
             active_experts=0 if experts is None else experts.per_token,
             expert_parameters=0 if experts is None else sparse * experts.count * 3 * self.hidden * experts.intermediate,
-            fp32_parameters=(0 if mamba is None else states * mamba.fp32_parameters)
+            fp32_parameters=(0 if mixer is None else states * mixer.fp32_parameters)
             + self.sinks * attending * self.heads,
         )
 
     def _layer_spec(self, layer: LayerConfig) -> LayerSpec:
-        if layer.mixer == "mamba":
-            assert self.mamba is not None, "a model with Mamba layers declares them"
-            return self.mamba.layer_spec()
+        if layer.mixer == "state":
+            assert self.state_mixer is not None, "a model with layers with states declares their mixer"
+            return self.state_mixer.layer_spec()
         if layer.mixer == "cross":
             return LayerSpec(self.kv_heads, self.head_dim, is_cross_attention=True)
         return LayerSpec(

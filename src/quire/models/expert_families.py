@@ -136,21 +136,34 @@ def read_gpt_oss(fields: ConfigReader) -> DecoderConfig:
 def _declare_qwen(
     fields: ConfigReader, windows: Windows, defaults: tuple[int, int, int], shared: int, **declared: Any
 ) -> DecoderConfig:
-    """Return a Qwen with experts, and `shared` columns of a shared expert. `defaults`: the number of experts, those of
-    a token, and their columns. Newer configs have `num_local_experts` in place of `num_experts`."""
+    """Return a Qwen with experts, and `shared` columns of a shared expert. `defaults`: see `read_qwen_experts`."""
+    experts = read_qwen_experts(fields, defaults, shared)
+    names = {**LLAMA_NAMES, **qwen_expert_names(experts)}
+    return _declare(fields, windows, experts, read_sparse_layers(fields), 1e4, weight_names=names, **declared)
+
+
+def read_qwen_experts(
+    fields: ConfigReader, defaults: tuple[int, int, int], shared: int, renormalize: bool = False
+) -> ExpertsConfig:
+    """Return the experts of a Qwen, with `shared` columns of a shared expert. `defaults`: the number of experts, those
+    of a token, and their columns; `renormalize` is a default. Newer configs have `num_local_experts` in place of
+    `num_experts`."""
     count = fields.get_int("num_experts", fields.get_int("num_local_experts", defaults[0], MAX_EXPERTS), MAX_EXPERTS)
-    experts = ExpertsConfig(
+    return ExpertsConfig(
         count=count,
         per_token=fields.get_int("num_experts_per_tok", min(defaults[1], count), count),
         intermediate=fields.get_int("moe_intermediate_size", defaults[2]),
-        renormalize=fields.get_bool("norm_topk_prob", False),
+        renormalize=fields.get_bool("norm_topk_prob", renormalize),
         shared_intermediate=shared,
     )
-    names = {**LLAMA_NAMES, **expert_names("mlp", count), **SHARED_NAMES}
-    return _declare(fields, windows, experts, _read_sparse_layers(fields), 1e4, weight_names=names, **declared)
 
 
-def _read_sparse_layers(fields: ConfigReader) -> set[int]:
+def qwen_expert_names(experts: ExpertsConfig) -> WeightNames:
+    """Return the names of a Qwen's experts."""
+    return {**expert_names("mlp", experts.count), **SHARED_NAMES}
+
+
+def read_sparse_layers(fields: ConfigReader) -> set[int]:
     """Return the layers with experts: every `decoder_sparse_step`-th, without those of `mlp_only_layers`."""
     layers, step = read_layer_count(fields), fields.get_int("decoder_sparse_step", 1)
     dense = fields.config.get("mlp_only_layers") or []

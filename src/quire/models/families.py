@@ -108,6 +108,8 @@ def declare_gated(
     values = {
         "family": "llama",
         "activation": fields.get_str("hidden_act", "silu"),
+        "intermediate": declared.get("intermediate") or fields.get_int("intermediate_size"),
+        "tied": fields.get_bool("tie_word_embeddings", tied),
         "norm_eps": fields.get_float("rms_norm_eps", 1e-6),
         "weight_names": LLAMA_NAMES,
     }
@@ -117,8 +119,6 @@ def declare_gated(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=fields.get_int("intermediate_size"),
-        tied=fields.get_bool("tie_word_embeddings", tied),
         max_len=max_len,
         layers=tuple(layer._replace(budget=budget) for layer, budget in zip(layers, budgets)),
         selection=selection,
@@ -192,7 +192,7 @@ def read_internlm2(fields: ConfigReader) -> DecoderConfig:
 def read_phi3(fields: ConfigReader) -> DecoderConfig:
     """Phi-3 (Abdin et al., 2024): stacked weights, LongRoPE, heads that may be rotated in part."""
     fields.require_value("kv_sharing", None)
-    rope, max_len = read_rope(fields, partial=True)
+    rope, max_len = read_rope(fields, partial=1.0)
     window = fields.get_int("sliding_window", None)
     layer = LayerConfig(None if window is None or window >= max_len else window, rope=rope)
     return declare_gated(fields, [layer] * read_layer_count(fields), max_len, weight_names=PHI3_NAMES)
@@ -255,12 +255,17 @@ def read_gemma3(fields: ConfigReader) -> DecoderConfig:
 
 
 def read_gemma3_with_vision(fields: ConfigReader) -> DecoderConfig:
-    """The text model of a Gemma-3 with a vision tower. tie_word_embeddings is read from the outer config."""
+    """The text model of a Gemma-3 with a vision tower."""
+    return read_gemma3(text_section(fields, GEMMA3_TEXT_DEFAULTS))
+
+
+def text_section(fields: ConfigReader, defaults: dict[str, Any]) -> ConfigReader:
+    """Return the config of the text of a model with a vision tower. tie_word_embeddings is read from the outer
+    config."""
     read_checkpoint_scheme(fields.config)
     tied = fields.config.get("tie_word_embeddings")
     outer = {} if tied is None else {"tie_word_embeddings": tied}
-    section = {**GEMMA3_TEXT_DEFAULTS, **fields.get_object("text_config"), **outer}
-    return read_gemma3(ConfigReader(section, f"text_config of {fields.source}"))
+    return ConfigReader({**defaults, **fields.get_object("text_config"), **outer}, f"text_config of {fields.source}")
 
 
 def _declare_gemma(

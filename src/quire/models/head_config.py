@@ -9,9 +9,18 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quire.errors import StartupError, short_repr
+from quire.layers.experts_config import ExpertsConfig
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
-from quire.models.families import LLAMA_NAMES, declare_gated, read_biases
+from quire.models.delta_rule_families import (
+    GATED_NAMES,
+    PARTIAL,
+    read_gated_attention,
+    read_qwen3_5_experts,
+    read_qwen3_next_experts,
+)
+from quire.models.expert_families import qwen_expert_names, read_sparse_layers
+from quire.models.families import LLAMA_NAMES, declare_gated, read_biases, text_section
 from quire.models.rope_settings import read_rope
 from quire.models.weight_names import WeightNames
 from quire.protocol.model_spec import ModelSpec
@@ -19,6 +28,7 @@ from quire.protocol.model_spec import ModelSpec
 TARGET_KEY = "speculation_target"
 """The key under which the configuration of a head has what it depends on besides its own config.json."""
 EAGLE3, MTP = "Eagle3LlamaForCausalLM", "MiMoMTPModel"
+QWEN3_NEXT_MTP, QWEN3_5_MTP, QWEN3_5_MOE_MTP = "Qwen3NextMTP", "Qwen3_5MTP", "Qwen3_5MoeMTP"
 EAGLE3_ARCHITECTURES = (EAGLE3, "LlamaForCausalLMEagle3", "LlamaForCausalLM")
 PLAIN_OPTIONS = {
     "norm_before_fc": False, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
@@ -29,8 +39,16 @@ SPECULATORS_KEYS = (
     "draft_vocab_size", "norm_before_residual", "norm_before_fc", "target_hidden_size",
     "eagle_aux_hidden_state_layer_ids",
 )  # fmt: skip
-MTP_ARCHITECTURES = {"MiMoForCausalLM": MTP}
-"""The models whose checkpoints have MTP layers that are supported -> the architecture of these."""
+MTP_ARCHITECTURES = {
+    "MiMoForCausalLM": (MTP, "num_nextn_predict_layers"),
+    "Qwen3NextForCausalLM": (QWEN3_NEXT_MTP, None),
+    "Qwen3_5ForCausalLM": (QWEN3_5_MTP, "mtp_num_hidden_layers"),
+    "Qwen3_5ForConditionalGeneration": (QWEN3_5_MTP, "mtp_num_hidden_layers"),
+    "Qwen3_5MoeForCausalLM": (QWEN3_5_MOE_MTP, "mtp_num_hidden_layers"),
+    "Qwen3_5MoeForConditionalGeneration": (QWEN3_5_MOE_MTP, "mtp_num_hidden_layers"),
+}
+"""The models whose checkpoints have MTP layers that are supported -> the architecture of these, and the key of their
+number (None: config.json does not say it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +58,8 @@ class HeadConfig(DecoderConfig):
 
     It samples `draft_vocab` tokens of the target's `vocab_size`. Without `has_embedding` or `has_lm_head` that part is
     the target's. `has_draft_ids`: the checkpoint says which tokens those are. `norm_before_residual`: the residual
-    starts from the normalised hidden states."""
+    starts from the normalised hidden states. An MTP layer's input has the token's embedding before the hidden state if
+    `embedding_first`, else after it; with `zeroes_first` the embedding at position 0 counts as zero."""
 
     target_hidden: int
     captured_layers: tuple[int, ...] = ()
@@ -50,6 +69,8 @@ class HeadConfig(DecoderConfig):
     has_draft_ids: bool = False
     norm_before_residual: bool = False
     is_eagle: bool = False
+    embedding_first: bool = False
+    zeroes_first: bool = False
 
     @property
     def captured_width(self) -> int:
@@ -116,18 +137,22 @@ def _from_speculators(config: dict[str, Any]) -> dict[str, Any]:
 def mtp_config(config: dict[str, Any], target: ModelSpec) -> dict[str, Any]:
     """Return the configuration of the MTP layer in the checkpoint of `target`, whose config.json is given. Raise
     StartupError if it has none."""
-    [name, *_], count = config["architectures"], config.get("num_nextn_predict_layers")
+    [name, *_] = config["architectures"]
     if name not in MTP_ARCHITECTURES:
         raise StartupError(
             f"the architecture {name} has no MTP layers that are supported",
             f"They are for {', '.join(MTP_ARCHITECTURES)}. Use another method, or leave it out",
         )
+    if name.endswith("ForConditionalGeneration"):
+        config = {**config, **text_section(ConfigReader(config), {}).config}
+    architecture, key = MTP_ARCHITECTURES[name]
+    count = 1 if key is None else config.get(key)
     if not isinstance(count, int) or count < 1:
         raise StartupError(
-            f"num_nextn_predict_layers in config.json is {short_repr(count)}: the model has no MTP layer",
+            f"{key} in config.json is {short_repr(count)}: the model has no MTP layer",
             "Use a checkpoint that has one, or another method",
         )
-    return {**config, "architectures": [MTP_ARCHITECTURES[name]], TARGET_KEY: _describe_target(target)}
+    return {**config, "architectures": [architecture], TARGET_KEY: _describe_target(target)}
 
 
 def _describe_target(target: ModelSpec) -> dict[str, Any]:
@@ -137,12 +162,16 @@ def _describe_target(target: ModelSpec) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _declare_head(own: ConfigReader, target: dict[str, Any], rows: dict[str, Any], **declared: Any) -> HeadConfig:
-    """Return a head with one Llama layer, and with what is `declared`; `rows` are the options of `declare_gated`.
+def _declare_head(
+    own: ConfigReader, target: dict[str, Any], rows: dict[str, Any], feed_forward: str = "mlp",
+    partial: float | None = None, **declared: Any,
+) -> HeadConfig:  # fmt: skip
+    """Return a head with one Llama layer, and with what is `declared`; `rows` are the options of `declare_gated`,
+    `partial` is that of `read_rope`.
 
     It goes as far as its target, however far it was trained: rotations are relative."""
-    rope, _ = read_rope(own)
-    base = declare_gated(own, [LayerConfig(rope=rope)], target["max_len"], **rows)
+    rope, _ = read_rope(own, partial)
+    base = declare_gated(own, [LayerConfig(rope=rope, feed_forward=feed_forward)], target["max_len"], **rows)
     values = {one.name: getattr(base, one.name) for one in fields(base)}
     return HeadConfig(**{**values, "tied": False, "target_hidden": target["hidden"], **declared})
 
@@ -232,6 +261,7 @@ def read_mimo_mtp(own: ConfigReader) -> HeadConfig:
         target,
         {"qkv_bias": True},
         draft_vocab=target["vocab_size"],
+        zeroes_first=True,
         weight_names={
             **_names_of_layer(name),
             "token_norm": f"{name}.token_layernorm",
@@ -240,6 +270,48 @@ def read_mimo_mtp(own: ConfigReader) -> HeadConfig:
             "norm": f"{name}.final_layernorm",
         },
         ignored_weights=(rf"(?!{name}\.).*",),
+    )
+
+
+def read_qwen3_next_mtp(own: ConfigReader) -> HeadConfig:
+    """The MTP layer of Qwen3-Next (Qwen team, 2025): a layer of gated attention, with experts if layer 0 has some."""
+    experts = read_qwen3_next_experts(own) if 0 in read_sparse_layers(own) else None
+    return _declare_qwen_mtp(own, experts, kv_heads=2, intermediate=own.get_int("intermediate_size", 5632))
+
+
+def read_qwen3_5_mtp(own: ConfigReader) -> HeadConfig:
+    """The MTP layer of Qwen3.5 (Qwen team, 2026): a layer of gated attention."""
+    return _declare_qwen_mtp(own, None, kv_heads=4)
+
+
+def read_qwen3_5_moe_mtp(own: ConfigReader) -> HeadConfig:
+    """The MTP layer of Qwen3.5 with experts."""
+    experts = read_qwen3_5_experts(own)
+    return _declare_qwen_mtp(own, experts, kv_heads=2, intermediate=experts.intermediate)
+
+
+def _declare_qwen_mtp(own: ConfigReader, experts: ExpertsConfig | None, **rows: Any) -> HeadConfig:
+    """Return an MTP layer that reads the token's embedding and the target's final hidden state. Embedding and LM head
+    are the target's."""
+    target = _read_target(own, "mtp")
+    own.require_value("mtp_use_dedicated_embeddings", False)
+    names = GATED_NAMES if experts is None else {**GATED_NAMES, **qwen_expert_names(experts)}
+    return _declare_head(
+        own,
+        target,
+        {**rows, **read_gated_attention(own), "experts": experts},
+        "mlp" if experts is None else "experts",
+        PARTIAL,
+        draft_vocab=target["vocab_size"],
+        embedding_first=True,
+        weight_names={
+            **_names_of_layer("mtp.layers.0", names),
+            "token_norm": "mtp.pre_fc_norm_embedding",
+            "hidden_norm": "mtp.pre_fc_norm_hidden",
+            "project_in": "mtp.fc",
+            "norm": "mtp.norm",
+        },
+        ignored_weights=(r"(?!mtp\.).*",),
     )
 
 
@@ -255,10 +327,10 @@ def _read_target(own: ConfigReader, method: str) -> dict[str, Any]:
     return target
 
 
-def _names_of_layer(layer: str) -> WeightNames:
-    """Return the names of a Llama whose only layer is called `layer`."""
+def _names_of_layer(layer: str, names: WeightNames = LLAMA_NAMES) -> WeightNames:
+    """Return the names of a model whose only layer is called `layer`, where those of others have `names`."""
     return {
         ours: theirs.replace("layers.*", layer) if isinstance(theirs, str)
         else tuple(one.replace("layers.*", layer) for one in theirs)
-        for ours, theirs in LLAMA_NAMES.items()
+        for ours, theirs in names.items()
     }  # fmt: skip

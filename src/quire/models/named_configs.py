@@ -66,6 +66,15 @@ _QWEN3 = {
     **_QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "eos_token_id": 151645, "head_dim": 128,
 }
 
+# Qwen3-Next-80B-A3B-Instruct. The 5,120 columns of its intermediate_size are not used: all layers have experts.
+_QWEN3_NEXT_80B = {
+    **_QWEN, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "eos_token_id": 151645,
+    "head_dim": 256, "partial_rotary_factor": 0.25, "rope_theta": 10000000.0, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}
+
 
 def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {
@@ -154,6 +163,41 @@ def _mamba(hidden: int, layers: int) -> dict[str, Any]:
     }
 
 
+# Mamba-Codestral-7B-v0.1; its config.json has transformers' defaults.
+_MAMBA2_7B = {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 64,
+    "vocab_size": 32768, "num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 2,
+    "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "hidden_act": "silu", "layer_norm_epsilon": 1e-5,
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2, "dtype": "bfloat16",
+}
+# The multipliers are those of the other Granites with this hidden size.
+_GRANITE_4_H_SMALL = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "hidden_size": 4096,
+    "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100352,
+    "intermediate_size": 768, "shared_intermediate_size": 1536, "num_local_experts": 72, "num_experts_per_tok": 10,
+    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4, "mamba_n_heads": 128, "mamba_d_head": 64,
+    "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+    "mamba_proj_bias": False, "position_embedding_type": "nope", "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22, "logits_scaling": 16.0, "tie_word_embeddings": True, "eos_token_id": 100257,
+    "dtype": "bfloat16",
+}
+_NEMOTRON_H_8B = {
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "num_hidden_layers": 52,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504,
+    "mlp_hidden_act": "relu2", "vocab_size": 131072, "mamba_num_heads": 128, "mamba_head_dim": 64,
+    "ssm_state_size": 128, "n_groups": 8, "conv_kernel": 4, "use_conv_bias": True, "use_bias": False,
+    "mlp_bias": False, "attention_bias": False, "layer_norm_epsilon": 1e-5, "max_position_embeddings": 8192,
+    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "bfloat16",
+}
+_LFM2_12B = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "block_ff_dim": 12288, "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True, "vocab_size": 65536, "conv_L_cache": 3,
+    "conv_bias": False, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "max_position_embeddings": 128000, "norm_eps": 1e-5,
+    "rope_theta": 1000000.0, "tie_embedding": True, "bos_token_id": 1, "eos_token_id": 7, "dtype": "bfloat16",
+}
 _QWEN2_TEXT = {
     "model_type": "qwen2", "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152128, "max_position_embeddings": 32768,
@@ -253,10 +297,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
     "jamba-52b": _JAMBA,
     "mamba-2.8b": _mamba(2560, 64),
+    "mamba-codestral-7b": _MAMBA2_7B,
+    "lfm2-1.2b": _LFM2_12B,
+    "granite-4-h-small": _GRANITE_4_H_SMALL,
+    "nemotron-h-8b": _NEMOTRON_H_8B,
     "qwen3-8b": _llama(4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
     "qwen3-30b-a3b": _llama(2048, 48, 32, 4, 6144, 151936, 40960, **_QWEN3_MOE),
     "gpt-oss-20b": _GPT_OSS,
     "gpt-oss-120b": _GPT_OSS_120B,
+    "qwen3-next-80b-a3b": _llama(2048, 48, 16, 2, 5120, 151936, 262144, **_QWEN3_NEXT_80B),
     **VISION_LANGUAGE_CONFIGS,
 }
 # fmt: on

@@ -10,7 +10,7 @@ from quire.layers.rope_config import ROPE_KINDS, RopeConfig
 from quire.models.config_reader import ConfigReader
 
 
-def read_rope(fields: ConfigReader, partial: bool = False, theta: float = 10000.0) -> tuple[RopeConfig, int]:
+def read_rope(fields: ConfigReader, partial: float | None = None, theta: float = 10000.0) -> tuple[RopeConfig, int]:
     """Read the rotary embedding of all layers, and the length that it reaches; `theta` is the default, `partial`: see
     `read_rope_section`.
 
@@ -29,13 +29,13 @@ def read_rope(fields: ConfigReader, partial: bool = False, theta: float = 10000.
 
 
 def read_rope_section(
-    fields: ConfigReader, rope: ConfigReader, max_position: int, theta: float, partial: bool = False
+    fields: ConfigReader, rope: ConfigReader, max_position: int, theta: float, partial: float | None = None
 ) -> tuple[RopeConfig, int]:
     """Read the rotary embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta`
-    is the default. `partial`: it may rotate a part of each head."""
+    is the default. `partial`: it may rotate a part of each head, by default this one (None: whole heads only)."""
     share = 1.0
-    if partial:
-        share = float(rope.get_float("partial_rotary_factor", fields.get_float("partial_rotary_factor", 1.0)))
+    if partial is not None:
+        share = float(rope.get_float("partial_rotary_factor", fields.get_float("partial_rotary_factor", partial)))
         if not 0 < share <= 1:
             raise StartupError(f"partial_rotary_factor is {share:g}", "It must be above 0, and at most 1")
     else:

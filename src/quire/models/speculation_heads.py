@@ -23,7 +23,7 @@ from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import shard_vocab
 from quire.models.architectures import read_model_config
-from quire.models.decoder import Attention, Decoder, DecoderLayer
+from quire.models.decoder import Attention, Decoder, DecoderLayer, arrange_rows
 from quire.models.forward_context import ForwardContext
 from quire.models.head_config import HeadConfig
 from quire.models.weight_names import WeightSource, expand_weight_names
@@ -111,7 +111,7 @@ class SpeculationHead(ShardedModule):
 
     def weight_sources(self) -> dict[str, WeightSource]:
         """See Decoder."""
-        return expand_weight_names(self, self.config.weight_names)
+        return arrange_rows(self, self.config, expand_weight_names(self, self.config.weight_names))
 
     def prepare(
         self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()
@@ -210,15 +210,17 @@ class Eagle3Head(SpeculationHead):
 
 
 class MtpHead(SpeculationHead):
-    """MiMo's MTP layer: a decoder layer after `project_in`, with a norm of its own at the end, whose result the next
-    pass reads."""
+    """An MTP layer: a decoder layer after `project_in`, with a norm of its own at the end, whose result the next pass
+    reads."""
 
     def __init__(
         self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
     ) -> None:
         super().__init__(config, dtype, device, shard)
         s = self.config
-        self.token_norm, self.hidden_norm, self.norm = (RMSNorm(s.hidden, s.norm_eps, dtype, device) for _ in range(3))
+        self.token_norm, self.hidden_norm, self.norm = (
+            RMSNorm(s.hidden, s.norm_eps, dtype, device, offset=s.norm_offset) for _ in range(3)
+        )
         self.project_in = Linear(2 * s.hidden, s.hidden, False, dtype, device)
         self.layers = module_list([DecoderLayer(s, 0, self.rotary, dtype, device, shard)])
 
@@ -227,11 +229,13 @@ class MtpHead(SpeculationHead):
         return states
 
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """See SpeculationHead. As in the published model, the embedding at position 0 counts as zero."""
+        """See SpeculationHead."""
         assert self.target is not None, "a head is attached before it runs"
-        embeddings = self.target.embed(tokens).masked_fill_((ctx.positions == 0)[:, None], 0)
-        hidden = self.hidden[: len(tokens)]
-        x = self.project_in(torch.cat((self.hidden_norm(hidden), self.token_norm(embeddings)), dim=1))
+        embeddings = self.target.embed(tokens)
+        if self.config.zeroes_first:
+            embeddings = embeddings.masked_fill_((ctx.positions == 0)[:, None], 0)
+        parts = self.hidden_norm(self.hidden[: len(tokens)]), self.token_norm(embeddings)
+        x = self.project_in(torch.cat(parts[::-1] if self.config.embedding_first else parts, dim=1))
         return x, self.layers[0].mix(x, None, ctx, True)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -11,19 +13,24 @@ if TYPE_CHECKING:
 
 WeightNames = Mapping[str, str | tuple[str, ...]]
 """A parameter -> the tensors that it consists of, or a module -> the modules of which its weight and bias consist. In
-the names of both, * stands for the layer's number."""
+the names of both, * stands for the layer's number. Where stacked projections come from fewer tensors, a tensor is named
+once for each of its projections, or once if all have equally many. A name that ends with [i] is the i-th matrix of a
+tensor, a stack of them."""
 
 
 class WeightSource(NamedTuple):
-    """A parameter consists of the rows of `tensors`, concatenated, `rows` of each. `transpose`: the checkpoint has them
-    as [in, out]. `group_rows`: the tensor's rows are in groups, with this number of rows of each part; the parameter
-    has the parts one after another. `row_order`: the tensor's row numbers in the parameter's order, if different."""
+    """A parameter consists of the rows of `tensors`, concatenated, `rows` of each. Of stacked
+    projections each has the next `projections`. `transpose`: the checkpoint has them as [in, out].
+    `group_rows`: the first tensor's rows are in groups, with this number of rows of each part; the parameter has the
+    parts one after another. `row_order`: the tensor's row numbers, after that, in the parameter's order, if
+    different."""
 
     tensors: tuple[str, ...]
     rows: tuple[int, ...]
     transpose: bool = False
     group_rows: tuple[int, ...] = ()
     row_order: tuple[int, ...] = ()
+    projections: tuple[int, ...] = ()
 
 
 def expand_weight_names(model: nn.Module, table: WeightNames, transposed: str = "") -> dict[str, WeightSource]:
@@ -35,11 +42,18 @@ def expand_weight_names(model: nn.Module, table: WeightNames, transposed: str = 
     for name, parameter in model.named_parameters():
         if name.partition(".")[0] in children:
             continue
-        tensors, rows = _lookup(table, name), getattr(model.get_submodule(name.rpartition(".")[0]), "output_sizes", ())
-        if not isinstance(rows, tuple) or len(rows) != len(tensors):  # equal parts
-            rows = (len(parameter) // len(tensors),) * len(tensors)
+        named, sizes = _lookup(table, name), getattr(model.get_submodule(name.rpartition(".")[0]), "output_sizes", None)
+        counts = Counter(named)
+        tensors = tuple(counts)
+        if not isinstance(sizes, tuple):  # equal parts
+            sizes = (len(parameter) // len(tensors),) * len(tensors)
+        each, rest = divmod(len(sizes), len(named))
+        assert not rest, f"{name} consists of {len(sizes)} projections in {len(named)} parts"
+        projections = tuple(each * count for count in counts.values())
+        ends = accumulate(projections, initial=0)
+        rows = tuple(sum(sizes[first:end]) for first, end in pairwise(ends))
         flip = bool(transposed) and parameter.dim() == 2 and re.search(transposed, name) is not None
-        sources[name] = WeightSource(tensors, rows, flip)
+        sources[name] = WeightSource(tensors, rows, flip, projections=projections)
     for child_name, child in children.items():
         sources |= {f"{child_name}.{name}": source for name, source in child.weight_sources().items()}
     return sources
@@ -70,3 +84,7 @@ MAMBA_NAMES: WeightNames = {
     **{f"norms.{i}": f"{x}_layernorm" for i, x in enumerate(("dt", "b", "c"))},
 }  # fmt: skip
 """The names of a Mamba layer's mixer (quire.layers.mamba)."""
+DELTA_RULE_NAMES: WeightNames = {
+    "conv_weight": "conv1d.weight", "dt_bias": "dt_bias", "A_log": "A_log", "norm": "norm", "out": "out_proj",
+}  # fmt: skip
+"""The names of a mixer with the gated delta rule (quire.layers.delta_rule), but for its products of the input."""

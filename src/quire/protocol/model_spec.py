@@ -29,6 +29,17 @@ class StateTensor(NamedTuple):
         return -(-math.prod(self.shape) * self.itemsize // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
+class SavedInput(NamedTuple):
+    """An input of a layer's state, of `width` numbers a token, in the model's dtype or in float32."""
+
+    width: int
+    is_fp32: bool = False
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a token's input, if the model's numbers have `itemsize`."""
+        return self.width * (4 if self.is_fp32 else itemsize)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What a layer keeps of each token: keys and values of `kv_heads` heads of `head_dim` numbers; and how it attends
@@ -44,7 +55,8 @@ class LayerSpec:
 
     With `has_int8_kv` keys and values have 8 bits, and the numbers of each head are followed by their scale; such a
     cell is written once and can be copied as it is. A layer with `state_tensors` (Mamba) keeps these tensors for a
-    sequence of any length, and nothing of tokens. A layer with `is_cross_attention` keeps keys and values of image
+    sequence of any length, and nothing of tokens; a step saves `saved_inputs` of each draft token, from which the state
+    is advanced once the token is accepted. A layer with `is_cross_attention` keeps keys and values of image
     embeddings, and none of tokens. A layer with `is_draft` belongs to the draft model; with `reads_hidden_states` that
     is a speculation head, which computes a token only in the step in which the model does.
     """
@@ -60,6 +72,7 @@ class LayerSpec:
     budget: int | None = None
     policy: str | None = None
     state_tensors: tuple[StateTensor, ...] = ()
+    saved_inputs: tuple[SavedInput, ...] = ()
     is_cross_attention: bool = False
     has_int8_kv: bool = False
     is_draft: bool = False

@@ -381,12 +381,7 @@ def saved_input_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> i
     """Return the bytes of the inputs of running states that the draft tokens of a step have: see
     kernels.mamba_states.SavedInputs."""
     assert config.max_num_seqs is not None, "a sized config"
-    token = 0
-    for layer in spec.layers:
-        sizes = {tensor.name: tensor.shape for tensor in layer.state_tensors}
-        if sizes:
-            channels, d_state = sizes["ssm"]
-            token += 2 * channels * itemsize + 2 * d_state * 4
+    token = sum(one.token_bytes(itemsize) for layer in spec.layers for one in layer.saved_inputs)
     return token * max_verified_tokens(config.max_num_seqs, config.max_draft_tokens)
 
 

@@ -61,7 +61,7 @@ PRE_TOKENIZERS = {
     "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), PLAIN),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "command-r"), DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2"), LLAMA3),
     **dict.fromkeys(("smaug-bpe", "dbrx"), LLAMA3._replace(ignore_merges=False, add_bos=False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     "stablelm2": QWEN2._replace(nfc=False),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from quire.layers.mamba import MambaMixer
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.sharding import ParameterShards
+from quire.layers.state_mixer import StateMixer
 from quire.models.quantization import FP8Scheme, LowBitScheme
 from quire.weights import low_bit
 from quire.weights.awq_gptq import quantize_groups
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from quire.models import Model
 
 STD = 0.02
-MIN_DT, MAX_DT = 1e-3, 0.1
-"""The range of step sizes of an untrained Mamba (arXiv:2312.00752, §3.6)."""
 PIECE_NUMBERS = 1 << 24  # numbers made at once if a shard has some of their columns
 NOISE_LENGTH = 4_194_301  # numbers drawn once and repeated in every weight; a prime, so that no two rows are equal
 
@@ -38,8 +35,8 @@ def fill_dummy_weights(
     scheme: FP8Scheme | LowBitScheme | None = None,
     full_model: Model | None = None,
 ) -> None:
-    """Fill a model with normal weights of standard deviation 0.02; norms are the identity, and Mamba's states decay as
-    in an untrained one. Weights depend on seed, dtype and device alone: a shard has slices of the undivided model's.
+    """Fill a model with normal weights of standard deviation 0.02; norms are the identity, and states decay as in an
+    untrained model. Weights depend on seed, dtype and device alone: a shard has slices of the undivided model's.
     Weights that `scheme` has in FP8 are in FP8, all with one scale, or have the same values in the model's dtype.
     `full_model`: see `load_weights`."""
     first = next(parameter for parameter in model.parameters() if not parameter.is_meta)
@@ -50,6 +47,7 @@ def fill_dummy_weights(
     products, noise = (numbers.float() * scale).to(first.dtype), noise.to(first.dtype)
     fp8 = find_fp8_tensors(model, scheme) if isinstance(scheme, FP8Scheme) else {}
     formats = choose_formats(model, scheme) if isinstance(scheme, LowBitScheme) else {}
+    sources = model.weight_sources() if formats else {}
     at, modules = 0, dict(model.named_modules())
     zero_padding(model)
     for path, full_module in (model if full_model is None else full_model).named_modules():
@@ -61,13 +59,14 @@ def fill_dummy_weights(
             elif isinstance(module, RMSNorm | LayerNorm):
                 has_offset = isinstance(module, RMSNorm) and module.offset
                 parameter.fill_(1.0 if name == "weight" and not has_offset else 0.0)
-            elif isinstance(module, MambaMixer) and name in MAMBA_INIT:
+            elif isinstance(module, StateMixer) and name in module.initial_values:
                 [channels] = module.param_shards[name].rows
-                initial = MAMBA_INIT[name](parameter.new_empty(channels.total, *parameter.shape[1:]))
+                initial = module.initial_values[name](parameter.new_empty(channels.total, *parameter.shape[1:]))
                 parameter.copy_(initial[channels.local.start : channels.local.stop])
             elif f"{path}.{name}" in formats:
                 assert isinstance(scheme, LowBitScheme), "formats are a scheme's"
-                at = _fill_low_bit(model, f"{path}.{name}", formats[f"{path}.{name}"], scheme, noise, at)
+                kinds, sizes = formats[f"{path}.{name}"], sources[f"{path}.{name}"].rows
+                at = _fill_low_bit(model, f"{path}.{name}", kinds, sizes, scheme, noise, at)
             else:
                 source = products if all(fp8.get(f"{path}.{name}", (False,))) else noise
                 if (scales := get_scale(model, f"{path}.{name}")) is not None:
@@ -82,7 +81,7 @@ def fill_dummy_weights(
 
 def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> int:
     """Return the number of noise values that a parameter takes, on all ranks together."""
-    if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, MambaMixer) and name in MAMBA_INIT):
+    if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, StateMixer) and name in module.initial_values):
         return 0
     shards = parameter_shards(module, name)
     if shards is None:
@@ -92,39 +91,22 @@ def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> 
 
 
 def _fill_low_bit(
-    model: Model, name: str, formats: tuple[LowBitFormat, ...], scheme: LowBitScheme, noise: Tensor, offset: int
-) -> int:
-    """Fill a low-bit weight, or one with the same values in the model's dtype, as `_fill_shard` does."""
+    model: Model, name: str, formats: tuple[LowBitFormat, ...], sizes: tuple[int, ...], scheme: LowBitScheme,
+    noise: Tensor, offset: int,
+) -> int:  # fmt: skip
+    """Fill a low-bit weight, or one with the same values in the model's dtype, as `_fill_shard` does. Its parts have
+    these `formats` and `sizes`."""
     parameter, layer = model.get_parameter(name), low_bit.low_bit_layers(model)[name]
     shards = ParameterShards(layer.row_shards, layer.column_shard if layer.column_shard.is_sharded else None)
     numbers = torch.zeros(parameter.shape, dtype=noise.dtype, device=noise.device)
     offset = _fill_shard(numbers, shards, noise, offset)
-    sizes = list(layer.output_sizes) if len(formats) > 1 else [len(parameter)]
-    for part, (rows, values) in enumerate(zip(torch.split(parameter.data, sizes), torch.split(numbers, sizes))):
+    pieces = (torch.split(whole, list(sizes)) for whole in (parameter.data, numbers))
+    for part, (rows, values) in enumerate(zip(*pieces)):
         quantize = partial(low_bit.quantize, values, formats[part])
         if scheme.stored in ("awq", "gptq"):
             quantize = partial(quantize_groups, values, scheme)
         low_bit.set_rows(rows, layer, part, quantize)
     return offset
-
-
-def _initial_A_log(like: Tensor) -> Tensor:
-    """Return A_log such that the n-th of a channel's d_state numbers decays n times as fast as the first."""
-    return torch.arange(1, like.shape[1] + 1, device=like.device).log().expand(like.shape)
-
-
-def _initial_dt_bias(like: Tensor) -> Tensor:
-    """Return the inverse softplus of steps from MIN_DT to MAX_DT, evenly spaced on a logarithmic scale."""
-    steps = torch.linspace(math.log(MIN_DT), math.log(MAX_DT), len(like), device=like.device).exp()
-    return steps.expm1().log()
-
-
-MAMBA_INIT: dict[str, Callable[[Tensor], Tensor]] = {
-    "A_log": _initial_A_log,
-    "D": torch.ones_like,
-    "dt_bias": _initial_dt_bias,
-}
-"""A mixer's parameters that are not noise -> their values."""
 
 
 def _fill_from(flat: Tensor, noise: Tensor, offset: int) -> int:

@@ -25,9 +25,9 @@ MaxReduce = Callable[[Tensor], Tensor]
 E4M3_MAX = 448.0
 MIN_ROW_MAX = 1e-12  # lower bound of a row's largest value, so that a row of zeros has a scale above 0
 UNQUANTIZED_MODULES = re.compile(
-    r"(^|\.)(head|router|shared_gate|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj))(\.|$)"
+    r"(^|\.)(head|router|shared_gate|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj|ba_proj))(\.|$)"
 )
-"""Modules that stay in the model's dtype, even if a checkpoint has them in FP8. A Mamba's two small products make the
+"""Modules that stay in the model's dtype, even if a checkpoint has them in FP8. A mixer's small products make the
 step sizes by which its states decay, so their rounding errors accumulate."""
 
 

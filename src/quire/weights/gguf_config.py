@@ -50,7 +50,18 @@ GPT_OSS_TENSORS = {
     "mlp.router": "ffn_gate_inp",
 }
 PHI3_TENSORS = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
-GLOBAL_TENSORS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+LFM2_TENSORS = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    **{f"self_attn.{name}_layernorm": f"attn_{name}_norm" for name in "qk"},
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    **{f"conv.{name}": f"shortconv.{name}" for name in ("conv", "in_proj", "out_proj")},
+    **{f"feed_forward.{ours}": f"ffn_{name}" for ours, name in (("w1", "gate"), ("w3", "up"), ("w2", "down"))},
+}
+GLOBAL_TENSORS = {
+    "embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm", "lm_head": "output",
+}  # fmt: skip
 ROPE_FREQS, ROPE_FACTORS_SHORT = "rope_freqs.weight", "rope_factors_short.weight"
 ROPE_FACTORS_LONG = "rope_factors_long.weight"
 """Tensors with divisors of the rotation frequencies of a head's pairs."""
@@ -86,6 +97,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", expert_keys={"norm_topk_prob": True}),
     "phi3": Architecture("Phi3ForCausalLM", "phi3", LAYER_TENSORS | PHI3_TENSORS),
     "gpt-oss": Architecture("GptOssForCausalLM", "gpt_oss", LAYER_TENSORS | GPT_OSS_TENSORS, expert_keys={}),
+    "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", LFM2_TENSORS),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
 }
@@ -154,6 +166,7 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
     """Return the equivalent config.json. Raise StartupError for an unsupported architecture or value."""
     family, fields = _read_architecture(file)
     arch = str(file.metadata["general.architecture"])
+    layer_types = _take_layer_types(fields) if arch == "lfm2" else []
     config = _common_config(file, family, fields)
     window = fields.get_int("attention.sliding_window", 0, minimum=0)
     if arch.startswith("gemma"):
@@ -167,6 +180,9 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     if arch == "gpt-oss":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    if arch == "lfm2":
+        config |= {"norm_eps": config["rms_norm_eps"], "conv_L_cache": fields.get_int("shortconv.l_cache")}
+        config |= {"layer_types": layer_types, "block_auto_adjust_ff_dim": False}
     if arch == "llama":
         biased = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
         config |= {name: tensor in file.tensors for name, tensor in biased.items()}
@@ -177,6 +193,20 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
         local = {"rope_type": "default", "rope_theta": fields.get_float("rope.freq_base_swa", 10000.0)}
         return config | {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     return config | {"rope_parameters": rope}
+
+
+def _take_layer_types(fields: ConfigReader) -> list[str]:
+    """Return the types of LFM2's layers, which a list of each layer's key heads has, and replace it by their number:
+    layers without any have convolutions."""
+    heads = fields.config.get("attention.head_count_kv")
+    numbers = {count for count in heads if count != 0} if isinstance(heads, list) else set()
+    if not isinstance(heads, list) or len(numbers) != 1:
+        raise StartupError(
+            f"attention.head_count_kv in {fields.source} is {short_repr(heads)}",
+            "It must list each layer's number of key heads, 0 or one other number",
+        )
+    fields.config["attention.head_count_kv"] = numbers.pop()
+    return ["full_attention" if count else "conv" for count in heads]
 
 
 def _common_config(file: GGUFFile, architecture: Architecture, fields: ConfigReader) -> dict[str, Any]:
@@ -244,8 +274,8 @@ def _read_architecture(file: GGUFFile) -> tuple[Architecture, ConfigReader]:
 
 
 def _to_plain_value(value: Any) -> Any:
-    """Return a value that can be compared and printed. Arrays are cut, since no setting is one."""
-    return value[:16].tolist() if isinstance(value, np.ndarray) else value
+    """Return a value that can be compared and printed. Arrays are cut after the most layers that a model may have."""
+    return value[:MAX_LAYERS].tolist() if isinstance(value, np.ndarray) else value
 
 
 def _expert_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def _load_tensor(
     target: LoadTarget, tensor: GGUFTensor, name: str, file: GGUFFile, max_reduce: MaxReduce | None
 ) -> None:
     shape = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
-    if (tensor.rows, tensor.columns) not in (tuple(shape), (1, *shape), (*shape, 1)):
+    flat = (shape[0], *shape[2:]) if len(shape) == 3 and shape[1] == 1 else tuple(shape)  # of a convolution's weight
+    if (tensor.rows, tensor.columns) not in (flat, (1, *flat), (*flat, 1)):
         raise StartupError(
             f"{name} in {file.path} has shape {[tensor.rows, tensor.columns]}, but its settings make it {list(shape)}",
             FIT_REMEDY,

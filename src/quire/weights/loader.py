@@ -38,6 +38,7 @@ from quire.weights.low_bit import MXFP4_FORMAT, choose_formats, from_mxfp4, low_
 from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
 from quire.weights.stacked_experts import MXFP4_GROUP, StackedExperts, scale_files
+from quire.weights.stacked_tensors import UnstackedFile
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def load_weights(
     ignored = (*every.ignored_weights, IGNORED_SCALES) if fp8 is not None else every.ignored_weights
     elsewhere = {name for source in every.weight_sources().values() for name in source.tensors} - set(targets)
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
+    stacked = {name.partition("[")[0] for name in (*targets, *elsewhere) if name.endswith("]")}
     files = tensor_files(folder)
     mappings, read_bytes, experts = list[MappedFile](), 0, every.num_stacked_experts
     scales_of_experts = scale_files(files) if experts else {}
@@ -134,9 +136,13 @@ def load_weights(
         for path in files:
             try:
                 with safe_open(path, framework="pt", device=str(device)) as opened:
-                    file = StackedExperts(opened, path, experts, scales_of_experts, str(device)) if experts else opened
+                    file: StackedExperts | UnstackedFile = (
+                        StackedExperts(opened, path, experts, scales_of_experts, str(device))
+                        if experts
+                        else UnstackedFile(opened, lambda key: _strip_prefix(key, every.weight_prefixes) in stacked)
+                    )
                     mapped: MappedFile | None = None
-                    for key in file.keys():  # noqa: SIM118 (not a dict)
+                    for key in file.names:
                         name = _strip_prefix(key, every.weight_prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
                         known = name in wanted or name in scales or name in words
@@ -270,9 +276,10 @@ def build_targets(
         ):
             order = tuple(row - start for row in source.row_order[start : start + len(rows)])
             is_fp8 = fp8[name][part] if name in fp8 else False
+            groups = () if part else source.group_rows
             target = LoadTarget(
-                rows, source.transpose, is_fp8, scales[part], source.group_rows, part_formats[part], layers.get(name),
-                part, whole, row_order=order,
+                rows, source.transpose, is_fp8, scales[part], groups, part_formats[part], layers.get(name), part, whole,
+                row_order=order,
             )  # fmt: skip
             if tensor_slice is not None:  # it is read in the parameter's order, and padding may follow
                 count = tensor_slice.num_rows

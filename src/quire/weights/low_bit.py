@@ -44,7 +44,7 @@ GGUF_FORMATS = {
 }  # fmt: skip
 """GGUF's block formats -> quire's formats with equal values; those of five bits take eight."""
 UNQUANTIZED_MODULES = re.compile(
-    r"(^|\.)(router|shared_gate|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj))(\.|$)"
+    r"(^|\.)(router|shared_gate|vision|tower|projector|vision_encoder|(mamba|mixer)\.(x_proj|dt_proj|ba_proj))(\.|$)"
 )
 """Modules that are not rounded to few bits; a file may have them so (see quire.weights.fp8)."""
 HEAD_MODULE = re.compile(r"(^|\.)head$")

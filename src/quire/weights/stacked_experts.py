@@ -67,7 +67,8 @@ class StackedExperts:
         self.parts: dict[str, ExpertPart] = {}
         self.latest: tuple[tuple[str, int], Tensor] | None = None  # gate and up are parts of one tensor
 
-    def keys(self) -> Iterator[str]:
+    @property
+    def names(self) -> Iterator[str]:
         """Yield the names of the file's tensors, with those of each expert for a stacked one. Raise StartupError if
         that has not `count` experts."""
         for key in self.file.keys():  # noqa: SIM118 (not a dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
-from quire.layers.mamba import MambaMixer
 from quire.layers.sharding import ParameterShards, ShardRange
+from quire.layers.state_mixer import StateMixer
 from quire.models.decoder import Attention
 from quire.models.weight_names import WeightSource
 
@@ -49,7 +49,7 @@ def parameter_shards(module: nn.Module, name: str) -> ParameterShards | None:
     """Return the shard ranges of a module's parameter; None if every rank has all of it."""
     if isinstance(module, Embedding) and module.shard_range.is_sharded:
         return ParameterShards((module.shard_range,), None)
-    if isinstance(module, MambaMixer | Attention):
+    if isinstance(module, StateMixer | Attention):
         shards = module.param_shards.get(name)
         return shards if shards is not None and (shards.columns or shards.rows[0]).is_sharded else None
     if not isinstance(module, Linear):
@@ -68,15 +68,17 @@ def tensor_slices(model: Model, name: str, source: WeightSource) -> tuple[Tensor
         return (None,) * len(source.tensors)
     columns, parameter = shards.columns, model.get_parameter(name)
     width = tuple(parameter.shape[1:]) if columns is None else (columns.total,)
-    separate = len(shards.rows) == len(source.tensors)
-    by_tensor: list[tuple[ShardRange, ...]] = [(rows,) for rows in shards.rows] if separate else [shards.rows]
+    separate = len(source.tensors) > 1
+    ends = accumulate(source.projections if separate else (len(shards.rows),), initial=0)
+    by_tensor = [shards.rows[first:end] for first, end in pairwise(ends)]
     return tuple(
         TensorSlice(
             (sum(rows.total for rows in parts), *width),
-            tuple(_row_ranges(parts, source.group_rows or tuple(rows.total for rows in parts))) or (range(0),),
+            tuple(_row_ranges(parts, (not i and source.group_rows) or tuple(rows.total for rows in parts)))
+            or (range(0),),
             None if columns is None else columns.local,
         )
-        for parts in by_tensor
+        for i, parts in enumerate(by_tensor)
     )
 
 

@@ -127,8 +127,10 @@ def state_caches(
                 dtype = state_dtype if part.name == "ssm" else buffer.dtype
                 views[part.name] = _state_view(buffer, group, part, at, dtype)
                 at += part.padded_bytes
-            cache = StateCache(views["conv"], views["ssm"], g, group.run_tokens)
-            caches[i] = replace(cache, saved=SavedInputs.allocate(saved_tokens, cache)) if saved_tokens else cache
+            inputs, saved = spec.layers[i].saved_inputs, None
+            if saved_tokens:
+                saved = SavedInputs.allocate(saved_tokens, inputs, buffer.dtype, buffer.device)
+            caches[i] = StateCache(views["conv"], views.get("ssm"), g, group.run_tokens, saved)
     return caches
 
 

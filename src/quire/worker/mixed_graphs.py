@@ -227,9 +227,10 @@ class MixedGraphs:
         sampled_tokens: Tensor, hidden_size: int, sampled_row_sizes: list[int], epilogues: dict[str, AnyEpilogue],
         capturer: GraphCapturer, kept_states: HiddenStates | None = None,
     ) -> None:  # fmt: skip
-        """`kept_states` keeps the hidden states of all tokens. If these are the final ones, a step is cut after the
-        last norm instead."""
-        self.kept_states, self.is_cut_at_end = kept_states, kept_states is not None and kept_states.has_final
+        """`kept_states` keeps the hidden states of all tokens. If these are the final ones, or the model can't be cut
+        in its attention, a step is cut after the last norm instead."""
+        keeps_final = kept_states is not None and kept_states.has_final
+        self.kept_states, self.is_cut_at_end = kept_states, keeps_final or not model.can_cut_attention
         self.model, self.logits, self.epilogues, self.backend = model, logits, epilogues, backend
         self.store, self.sampled_tokens, self.capturer = store, sampled_tokens, capturer
         self.prompt_lens = None if store.prompt_lengths is None else store.prompt_lengths.device_lengths

@@ -22,6 +22,7 @@ from quire.kernels.mamba_states import SavedInputs, StatePlan, state_pages
 from quire.kernels.triton import mamba_conv as conv
 from quire.kernels.triton import mamba_scan
 from quire.kernels.triton import mamba_scan as scan
+from quire.protocol.model_spec import SavedInput
 
 KERNELS: dict[str, Any] = {
     "torch": (mamba_states.causal_conv, mamba_states.selective_scan),
@@ -125,7 +126,10 @@ def test_states_are_advanced_later_over_some_tokens(name: str, shape: Shape) -> 
     advanced over the first 4 tokens and the first one, from what was saved."""
     rows, (conv, scan) = [Row(3, 9), Row(6, 1), Row(0, 2), Row(7, 6)], KERNELS[name]
     made = step(rows, shape)
-    batch, cache = made.batch, replace(made.cache, saved=SavedInputs.allocate(20, made.cache))
+    channels, size = made.A.shape
+    inputs = SavedInput(channels), SavedInput(channels), SavedInput(2 * size, is_fp32=True)
+    saved = SavedInputs.allocate(20, inputs, made.x.dtype, made.x.device)
+    batch, cache = made.batch, replace(made.cache, saved=saved)
     columns = np.stack((batch.slots, batch.starts, batch.lengths, batch.offsets, [1, 0, 0, 1]))
     state_rows = StateRows(columns, np.flatnonzero(np.repeat(columns[4], batch.lengths)))
     made = made._replace(cache=cache, batch=replace(batch, state_rows=state_rows))
@@ -142,7 +146,7 @@ def test_states_are_advanced_later_over_some_tokens(name: str, shape: Shape) -> 
     assert cache.saved is not None
     assert plan.saved_tokens is not None
     cache.saved.save(plan.saved_tokens, made.x, made.dt, made.B)
-    x, steps, bc = (part[: len(plan.saved_tokens)] for part in cache.saved)
+    x, steps, bc = cache.saved.first(len(plan.saved_tokens))
     slots, starts, lengths, offsets = torch.tensor([[1, 4], [3, 7], [4, 1], [0, 9]], device=DEVICE)
     tiles = torch.tensor([[0, 0], [1, 0]], dtype=torch.int32, device=DEVICE)
     pages = state_pages(batch.tables[0], slots, starts, lengths, shape.run, 4)
@@ -161,6 +165,17 @@ def test_no_bias() -> None:
     want = looped(made._replace(conv_bias=torch.zeros_like(made.conv_bias))).conv
     for name in BOTH:
         near(KERNELS[name][0](made.x, made.weight, None, made.cache, made.plan), want)
+
+
+@pytest.mark.parametrize("rows", [[Row(0, 1), Row(9, 1)], [Row(0, 70), Row(3, 2)]])
+def test_no_activation(rows: list[Row]) -> None:
+    for name in BOTH:
+        made = step(rows)
+        want = looped(made)
+        got = KERNELS[name][0](made.x, made.weight, made.conv_bias, made.cache, made.plan, silu=False)
+        near(got.double() * got.double().sigmoid(), want.conv)
+        for page, state in want.conv_states.items():
+            near(made.cache.conv[page], state)
 
 
 @pytest.mark.parametrize("name", BOTH[::-1])

@@ -33,11 +33,15 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
     "state last": ("jamba-52b", {"num_hidden_layers": 3}),
     "attention last": ("jamba-52b", {"num_hidden_layers": 2, "tie_word_embeddings": True}),
     "no attention": ("mamba-2.8b", {"num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4}),
+    "gated attention last": ("qwen3-next-80b-a3b", {"num_hidden_layers": 2, "full_attention_interval": 2}),
+    "delta rule last": ("qwen3-next-80b-a3b", {"num_hidden_layers": 3, "full_attention_interval": 2}),
 }
 SHAPE = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 64,
     "max_position_embeddings": 64, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4,
-    "mamba_d_state": 8, "mamba_dt_rank": 4,
+    "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20, "head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "rms_norm_eps": 1e-2,
 }  # fmt: skip
 
 

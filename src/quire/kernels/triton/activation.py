@@ -17,6 +17,7 @@ ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "quick_gelu": "gelu_quick",
     "gelu_new": "gelu_tanh",
@@ -29,11 +30,20 @@ ACTIVATIONS = {
 @triton.jit
 def activate(x, KIND: tl.constexpr):
     """Return the activation KIND of x, fp32."""
-    tl.static_assert(KIND == "silu" or KIND == "relu" or KIND == "gelu" or KIND == "gelu_tanh" or KIND == "gelu_quick")
+    tl.static_assert(
+        KIND == "silu"
+        or KIND == "relu"
+        or KIND == "relu2"
+        or KIND == "gelu"
+        or KIND == "gelu_tanh"
+        or KIND == "gelu_quick"
+    )
     if KIND == "silu":
         return x * tl.sigmoid(x)
     elif KIND == "relu":
         return tl.where(x < 0, 0.0, x)  # NaN stays NaN
+    elif KIND == "relu2":
+        return tl.where(x < 0, 0.0, x * x)
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_quick":  # CLIP's

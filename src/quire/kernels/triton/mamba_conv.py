@@ -38,7 +38,8 @@ def _conv(
     x, weight, bias, out, states, offsets, lengths, starts, reads, writes, tiles,
     x_stride, out_stride, page_stride, width,
     RUN: tl.constexpr, INNER: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    BLOCKS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute TILE tokens of a row by BLOCK channels a program."""
     if PDL:
@@ -64,7 +65,8 @@ def _conv(
         else:
             values = _input(x, old, read, at, columns[None, :], mask, x_stride, TAPS - 1, False)
         acc = tl.fma(values, scale, acc)
-    acc = activate(acc, "silu")
+    if SILU:
+        acc = activate(acc, "silu")
     target = out + (offset + t) * out_stride + columns[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
     if first == 0 and length > 0:
@@ -90,7 +92,7 @@ def _conv(
 def _conv_single(
     x, weight, bias, out, states, reads, writes, x_stride, out_stride, page_stride, width,
     INNER: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the same for rows of one token: BLOCK channels, one a thread, so that a warp's accesses are adjacent, as
     the few numbers of a channel in a state are. States are written in memory order."""
@@ -121,7 +123,8 @@ def _conv_single(
     for k in tl.static_range(HISTORY):
         acc = tl.fma(before[k].to(tl.float32), scales[k], acc)
     acc = tl.fma(token.to(tl.float32), scales[HISTORY], acc)
-    acc = activate(acc, "silu")
+    if SILU:
+        acc = activate(acc, "silu")
     tl.store(out + row * out_stride + columns, acc.to(out.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # the page that is written may be the one that other threads read
     for k in tl.static_range(HISTORY):
@@ -130,7 +133,14 @@ def _conv_single(
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, plan: StatePlan, *, pdl: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: StateCache,
+    plan: StatePlan,
+    *,
+    silu: bool = True,
+    pdl: bool = False,
 ) -> Tensor:
     """Return the causal convolution of x, as quire.kernels.mamba_states.causal_conv. x's rows may have any stride. A
     token's bits depend neither on other rows of the step, nor on how its row is cut into steps. pdl: programmatic
@@ -148,7 +158,7 @@ def causal_conv(
         return out
     blocks = cdiv(inner, block)
     options = {"INNER": inner, "TAPS": taps, "BLOCK": block, "BLOCKS": blocks, "BIAS": bias is not None}
-    options |= {"PDL": pdl, "launch_pdl": pdl}
+    options |= {"SILU": silu, "PDL": pdl, "launch_pdl": pdl}
     strides = x.stride(0), out.stride(0), states.stride(0), plan.write_pages.stride(0)
     if plan.tiles is None:
         _conv_single[(programs * blocks,)](

@@ -344,7 +344,8 @@ def selective_scan(
     (`scan_part_tokens`), and an output's last bit in fp32, may depend on these. pdl: programmatic dependent launch, on
     GPUs of capability 9 and more."""
     (tokens, inner), size = x.shape, A.shape[1]
-    _check(x, dt, A, B, C, D, z, bias, cache)
+    assert cache.ssm is not None, "a scan has states"
+    _check(x, dt, A, B, C, D, z, bias, cache.ssm)
     assert not deterministic or size <= MAX_UNROLLED_STATES, f"{size} states of a channel exceed {MAX_UNROLLED_STATES}"
     out, rows = torch.empty((tokens, inner), dtype=x.dtype, device=x.device), len(plan.offsets)
     if not rows:
@@ -415,13 +416,13 @@ def _interleave_bc(B: Tensor, C: Tensor) -> Tensor:
 
 
 def _check(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, cache: StateCache
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor | None, states: Tensor
 ) -> None:
     (tokens, inner), size = x.shape, A.shape[1]
     assert x.shape == dt.shape == z.shape, "x, dt and z of each channel"
     assert B.shape == C.shape == (tokens, size), "B and C of each state"
     assert all(tensor.stride(1) == 1 for tensor in (x, dt, B, C, z)), "rows are contiguous"
-    assert cache.ssm.shape[1:] == A.shape == (inner, size), f"states of {tuple(cache.ssm.shape[1:])} do not fit A"
+    assert states.shape[1:] == A.shape == (inner, size), f"states of {tuple(states.shape[1:])} do not fit A"
     for vector in (A, D, bias):
         assert vector is None or (vector.dtype, vector.is_contiguous()) == (torch.float32, True), "A, D, bias in fp32"
         assert vector is None or len(vector) == inner, "A, D and bias have a row for each channel"

@@ -1,0 +1,41 @@
+"""The base class of mixers that keep a running state in place of keys and values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from quire.kernels.mamba_states import StateCache, StatePlan
+from quire.layers.exchange import ShardedModule
+from quire.layers.linear import Linear
+from quire.layers.sharding import ParameterShards
+
+
+class StateMixer(ShardedModule, ABC):
+    """x [T, hidden] -> [T, hidden], by `mix` and then `out`, of which the last layer runs only some rows. The layer's
+    states, in a cache, are advanced over the step's tokens, as the plan says. It is declared by a
+    quire.layers.state_config.StateMixerConfig, and made with it, a dtype, a device and a Shard."""
+
+    out: Linear
+    """The output projection; its result is one rank's term of a sum."""
+    param_shards: Mapping[str, ParameterShards]
+    """The parts of the mixer's own parameters that ranks have; of those that aren't named each rank has all."""
+    initial_values: ClassVar[Mapping[str, Callable[[Tensor], Tensor]]] = {}
+    """The mixer's own parameters that dummy weights must not draw -> their values, as a function of a tensor like the
+    whole parameter."""
+
+    @abstractmethod
+    def mix(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
+        """Return the input [T, *] of `out`. Save the inputs of `plan.saved_tokens`, if there are any."""
+
+    @abstractmethod
+    def advance(self, cache: StateCache, plan: StatePlan, tokens: int) -> None:
+        """Advance the states over the plan's rows, which consist of some of the first `tokens` saved tokens."""
+
+    @abstractmethod
+    def prepare(self, deterministic: bool = False) -> None:
+        """Choose kernels. Call once, after loading. If `deterministic`, a token's bits on a GPU, with states in fp32,
+        depend neither on the batch's other rows nor on how its sequence is split into steps."""
