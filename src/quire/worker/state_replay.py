@@ -14,6 +14,9 @@ and 2 d_state of 4, a copy d_inner d_state numbers of 4 bytes and d_inner (d_con
     Jamba 52B          32,896    573,440     0.92 MB    16.1 MB    (28 layers, d_inner 8192, d_state 16, d_conv 4)
     Mamba 2.8B         20,608    358,400     1.32 MB    22.9 MB    (64 layers, d_inner 5120)
 
+Of Mamba-2 the inputs are those of the convolution, and the steps: in a layer of Granite 4 H-Small 17,152 bytes, where a
+copy takes 4.2 MB.
+
 So the most draft tokens of a step (MAX_STEP_DRAFTS) would need 4 to 6 GB of copies. A slice of k draft tokens reads its
 state twice and writes it once; with copies it would read it once, write it 1 + k times, and copy one. The price is two
 small launches per layer, which the device starts while the host plans the next step.
