@@ -43,7 +43,10 @@ FAMILIES = {
         **QWEN_MOE, shared_expert_intermediate_size=40, mlp_only_layers=[0]
     ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**QWEN_MOE, head_dim=16, norm_topk_prob=True),
-    "gpt_oss": lambda: transformers.GptOssConfig(**WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **WINDOW, num_local_experts=4, num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+    ),
     "ministral": lambda: transformers.MinistralConfig(
         **{**WINDOW, "num_hidden_layers": 4}, layer_types=["full_attention", *["sliding_attention"] * 3]
     ),

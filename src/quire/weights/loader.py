@@ -129,7 +129,7 @@ def load_weights(
     wanted = {name: target for name, target in targets.items() if name.removesuffix(".weight") not in grouped}
     stacked = {name.partition("[")[0] for name in (*targets, *elsewhere) if name.endswith("]")}
     files = tensor_files(folder)
-    mappings, read_bytes, experts = list[MappedFile](), 0, every.num_stacked_experts
+    mappings, read_bytes, experts = list[MappedFile](), 0, getattr(every, "num_stacked_experts", 0)
     scales_of_experts = scale_files(files) if experts else {}
     zero_padding(model)
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
