@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.kernels.forward_batch import LayerCache
+from quire.kernels.forward_batch import HeadNorms, LayerCache
 from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.kernels.triton import (
     activation,
@@ -150,9 +150,11 @@ def attend() -> None:
                 prefill_hopper.prefill(zeros(4, heads, dim), one, tables, tiles)
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
-        for norms in (None, (zeros(dim), zeros(dim), 1e-6), (torch.zeros(dim), torch.zeros(dim), 1e-6)):
+        short, wide = (SimpleNamespace(weight=weight, eps=1e-6) for weight in (zeros(dim), torch.zeros(dim)))
+        given = (None, HeadNorms(short, short), HeadNorms(wide, wide), HeadNorms(short, short, short))
+        for norms, rows in ((norms, rows) for norms in given for rows in (qkv, qkv[:, : heads + kv])):
             rope_write.rope_write(
-                qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, norms=norms, pdl=PDL
+                rows, rows[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, norms=norms, pdl=PDL
             )
 
 

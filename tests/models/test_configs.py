@@ -39,7 +39,8 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
         config = transformers.AutoConfig.for_model(config["model_type"], **options)
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     unread = sharers * 2 * theirs.model.layers[0].self_attn.k_proj.weight.numel() if sharers else 0
-    assert parameters == sum(parameter.numel() for parameter in theirs.parameters()) - unread
+    buffers = sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("layer_scalar"))
+    assert parameters == sum(parameter.numel() for parameter in theirs.parameters()) + buffers - unread
 
 
 OLMO2 = "Olmo2ForCausalLM"  # which ranks do not divide
@@ -121,7 +122,7 @@ def test_unknown_architectures_are_refused_with_the_list_of_known_ones(architect
 
 OPTIONS: dict[str, list[tuple[dict[str, Any], str]]] = {}
 OPTIONS["llama-125m"] = [
-    ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type 'proportional'"),
+    ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type 'axial'"),
     ({"rope_scaling": {"type": "linear"}}, "no factor"),
     ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor in rope_scaling"),
     ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must be one flat object, got .*'full_attention'"),

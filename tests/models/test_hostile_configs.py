@@ -43,6 +43,8 @@ MORE = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1,
     "mlp_only_layers": [0], "moe_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": True,
     "shared_expert_intermediate_size": 8,
+    "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": True, "enable_moe_block": True, "top_k_experts": 2,
 }  # fmt: skip
 
 
@@ -103,7 +105,10 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
         config["kv_sharing"] = [None, 0, *[None] * (shape.get("num_hidden_layers", 1) - 2)]
     if architecture == "JambaForCausalLM":
         config["sliding_window"] = None
-    if architecture == "Gemma3ForConditionalGeneration":
+    if architecture.startswith("Gemma4"):
+        config["per_layer_config"] = {"1": {"head_dim": 64, "num_key_value_heads": 1}}
+        config["rope_parameters"] = {"full_attention": config.pop("rope_scaling"), "sliding_attention": {}}
+    if architecture in ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"):
         config = {"architectures": [architecture], "text_config": config}
     every_value(config)
 

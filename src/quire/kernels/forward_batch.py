@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -27,8 +27,22 @@ class RotaryTable(Protocol):
 class HeadNorm(Protocol):
     """An RMS norm of one head."""
 
-    weight: Tensor
-    eps: float
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def __call__(self) -> Callable[..., Tensor]: ...
+
+
+class HeadNorms(NamedTuple):
+    """The norms of each query, key and value of a layer, all with one eps; None: these are not normalised."""
+
+    q: HeadNorm
+    k: HeadNorm | None
+    v: HeadNorm | None = None
 
 
 @dataclass(frozen=True, eq=False)

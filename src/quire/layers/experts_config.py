@@ -10,7 +10,8 @@ class ExpertsConfig:
     """A layer has `count` gated MLPs, experts, of `intermediate` columns each (`intermediate_key`: their key in
     config.json, for errors). A token uses the `per_token` most probable ones, weighted by their probabilities, which
     are divided by their sum if `renormalize`. If there are `shared_intermediate` columns, each token also uses a
-    shared expert with so many, weighted by the sigmoid of a product of its own."""
+    shared expert with so many, weighted by the sigmoid of a product of its own. With `scaled` the weight of each
+    expert is multiplied by a number of the checkpoint."""
 
     count: int
     per_token: int
@@ -18,6 +19,7 @@ class ExpertsConfig:
     intermediate_key: str = "moe_intermediate_size"
     renormalize: bool = False
     shared_intermediate: int = 0
+    scaled: bool = False
 
     @property
     def columns(self) -> dict[str, int]:
@@ -27,7 +29,7 @@ class ExpertsConfig:
 
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's experts, the router's and the shared expert's included."""
-        routed = self.count * (3 * hidden * self.intermediate + hidden)
+        routed = self.count * (3 * hidden * self.intermediate + hidden + self.scaled)
         return routed + (3 * hidden * self.shared_intermediate + hidden if self.shared_intermediate else 0)
 
     def divide(self, ranks: int) -> ExpertsConfig:

@@ -70,6 +70,7 @@ class SparseMLP(nn.Module):
     """
 
     __call__: Callable[..., Tensor]
+    expert_scale: nn.Parameter | None
 
     def __init__(
         self, hidden: int, experts: ExpertsConfig, act: str, dtype: torch.dtype, device: torch.device,
@@ -87,21 +88,25 @@ class SparseMLP(nn.Module):
         if experts.shared_intermediate:
             self.shared = GatedMLP(hidden, experts.shared_intermediate, act, False, dtype, device, shard, True)
             self.shared_gate = Linear(hidden, 1, False, dtype, device)
+        scale = nn.Parameter(torch.empty(self.experts, dtype=dtype, device=device), requires_grad=False)
+        self.register_parameter("expert_scale", scale if experts.scaled else None)
         self.route_kernel: Callable[..., tuple[Tensor, Tensor]] | None = None  # softmax and top-k in one launch
         self.experts_kernel: Callable[..., Tensor] | None = None
         self.packed: PackedExperts | None = None  # all of it, for a CPU
         self.deterministic = self.pdl = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """Return the output for x [T, hidden], whose experts `router_input` [T, hidden] chooses (None: x)."""
         shared, gate = (None, None) if self.shared is None else (self.shared(x), self.shared_gate(x))
+        router_input = x if router_input is None else router_input
         if self.packed is not None:
-            return self.packed(x, self.router(x), self.top_k, self.renormalize, shared, gate)
-        out = self.mix(x)
+            logits = self.router(router_input)
+            return self.packed(x, logits, self.top_k, self.renormalize, shared, gate, self.expert_scale)
+        out = self.mix(x, *self.route(router_input))
         return out if shared is None or gate is None else out.addcmul_(gate.sigmoid_(), shared)
 
-    def mix(self, x: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's chosen experts."""
-        weights, chosen = self.route(x)
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of each token's chosen experts; the arguments are those of `route`."""
         assert self.gate_up.weight is not None, "the weight is not packed"
         assert self.down.weight is not None, "the weight is not packed"
         gate_up, down = (part.view(self.experts, -1, part.shape[1]) for part in (self.gate_up.weight, self.down.weight))
@@ -121,15 +126,18 @@ class SparseMLP(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (fp32) and the indices of each token's experts, [T, top_k] each, most probable first."""
         if self.route_kernel is not None:
-            return self.route_kernel(self.router(x), self.top_k, self.renormalize, pdl=self.pdl)
+            return self.route_kernel(self.router(x), self.top_k, self.renormalize, self.expert_scale, pdl=self.pdl)
         weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top_k, dim=1)
-        return weights / weights.sum(dim=1, keepdim=True) if self.renormalize else weights, chosen
+        weights = weights / weights.sum(dim=1, keepdim=True) if self.renormalize else weights
+        return weights if self.expert_scale is None else weights * self.expert_scale[chosen], chosen
 
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. All experts' products are two launches on a GPU, or two operations
         with packed weights on a CPU. If `deterministic`, a row's bits don't depend on the number of rows."""
         weight = self.gate_up.weight
         assert weight is not None, "prepared twice"
+        if self.expert_scale is not None:
+            self.expert_scale = nn.Parameter(self.expert_scale.float(), requires_grad=False)
         if self.gate_up.can_pack() and self.down.can_pack() and self.act_name in CPU_ACTIVATIONS:
             gate_up = self.gate_up.pack_each(self.experts, self.act_name, deterministic)
             self.packed = PackedExperts(gate_up, self.down.pack_each(self.experts, None, deterministic))

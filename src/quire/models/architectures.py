@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quire.errors import StartupError, short_repr
-from quire.models import expert_families, families, head_config, mamba_families, vision_language_families
+from quire.models import expert_families, families, gemma4, head_config, mamba_families, vision_language_families
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import DecoderConfig
 from quire.protocol.model_spec import ModelSpec
@@ -36,6 +36,8 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": Architecture(families.read_gemma2),
     "Gemma3ForCausalLM": Architecture(families.read_gemma3),
     "Gemma3ForConditionalGeneration": Architecture(families.read_gemma3_with_vision),  # its text
+    "Gemma4ForCausalLM": Architecture(gemma4.read_gemma4),
+    "Gemma4ForConditionalGeneration": Architecture(gemma4.read_gemma4_with_encoders),  # its text
     "MixtralForCausalLM": Architecture(expert_families.read_mixtral),
     "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
     "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),

@@ -5,13 +5,14 @@ A model works on tokens and a ForwardContext; batching, the cache and sampling a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.forward_batch import HeadNorms
 from quire.layers.embedding import Embedding
 from quire.layers.exchange import ShardedModule, gather_logits
 from quire.layers.linear import Linear
@@ -25,7 +26,7 @@ from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import shard_heads, shard_vocab
 from quire.layers.softcap import Softcap
 from quire.models.architectures import read_model_config
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import DecoderConfig, LayerConfig
 from quire.models.forward_context import ForwardContext
 from quire.models.weight_names import WeightSource, expand_weight_names
 from quire.protocol.parallel_layout import UNSHARDED, Shard
@@ -43,23 +44,32 @@ class Attention(nn.Module):
     ) -> None:  # fmt: skip
         """`inputs`: the numbers of a row of its input (None: `s.hidden`)."""
         super().__init__()
-        self.layer, self.head_dim, self.rotary = layer, s.head_dim, rotary
-        queries, keys = shard_heads(shard, s.heads, s.kv_heads, s.head_dim)
-        shares_kv = s.layers[layer].kv_sharing_layer is not None
-        products = (queries,) if shares_kv else (queries, keys, keys)
+        kind = s.layers[layer]
+        kv_heads, head_dim = s.heads_of(kind)
+        self.layer, self.head_dim, self.rotary = layer, head_dim, rotary
+        queries, keys = shard_heads(shard, s.heads, kv_heads, head_dim)
+        shares_kv = kind.kv_sharing_layer is not None
+        products = (queries,) if shares_kv else (queries, keys) if kind.keys_are_values else (queries, keys, keys)
         self.qkv = Linear(inputs or s.hidden, products, s.qkv_bias, dtype, device)
         self.out = Linear(queries, s.hidden, s.out_bias, dtype, device)
-        self.head_norms = self.projection_norms = None
-        if s.qk_norm:
-            sizes = (s.head_dim, s.head_dim) if s.qk_norm == "head" else (queries.padded, keys.padded)
-            self.q_norm, self.k_norm = (RMSNorm(n, s.norm_eps, dtype, device, offset=s.norm_offset) for n in sizes)
-            norms = (self.q_norm, self.k_norm)
-            self.head_norms, self.projection_norms = (norms, None) if s.qk_norm == "head" else (None, norms)
+        self.projection_norms: tuple[RMSNorm, ...] = ()
+        self.head_norms: HeadNorms | None = None
+        norm = partial(RMSNorm, eps=s.norm_eps, dtype=dtype, device=device)
+        if s.qk_norm == "projection":
+            self.q_norm, self.k_norm = (norm(part.padded, offset=s.norm_offset) for part in (queries, keys))
+            self.projection_norms = self.q_norm, self.k_norm
+        elif s.qk_norm:
+            self.q_norm = norm(head_dim, offset=s.norm_offset)
+            self.head_norms = HeadNorms(self.q_norm, None)
+            if not shares_kv:
+                self.k_norm = norm(head_dim, offset=s.norm_offset)
+                self.v_norm = norm(head_dim, learned=False) if s.v_norm else None
+                self.head_norms = HeadNorms(self.q_norm, self.k_norm, self.v_norm)
 
     def forward(self, x: Tensor, ctx: ForwardContext, last: bool = False) -> Tensor:
         """Return the heads' outputs [T, heads * head_dim], before `out`."""
         qkv = self.qkv(x)
-        if self.projection_norms is not None:
+        if self.projection_norms:
             for norm, part in zip(self.projection_norms, qkv.split(self.qkv.output_sizes, dim=1)):
                 norm.normalize_(part)
         qkv = qkv.view(len(x), -1, self.head_dim)
@@ -76,20 +86,26 @@ class DecoderLayer(nn.Module):
         shard: Shard = UNSHARDED,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.attention_norm = make_norm(s, dtype, device, first=layer == 0)
         kind = s.layers[layer]
+        after = s.layers[layer - 1] if layer else None
+        self.attention_norm = make_norm(s, dtype, device, after=after, first=layer == 0)
         if kind.mixer == "attention":
             self.attention = Attention(s, layer, rotary, dtype, device, shard)
         self.mlp: GatedMLP | MLP | None = None
         self.experts: SparseMLP | None = None
         if kind.feed_forward != "none":
             self.mlp_norm = make_norm(s, dtype, device)
-        if kind.feed_forward == "mlp":
+        if kind.feed_forward in ("mlp", "both"):
             mlp = GatedMLP if s.gated else MLP
-            self.mlp = mlp(s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard)
-        elif kind.feed_forward == "experts":
+            columns = kind.intermediate or s.intermediate
+            self.mlp = mlp(s.hidden, columns, s.activation, s.mlp_bias, dtype, device, shard)
+        if kind.feed_forward in ("experts", "both"):
             assert s.experts is not None, "a model with experts declares them"
             self.experts = SparseMLP(s.hidden, s.experts, s.activation, dtype, device, shard)
+        if kind.feed_forward == "both":
+            norm = partial(RMSNorm, s.hidden, s.norm_eps, dtype, device)
+            self.experts_norm, self.router_norm = norm(), norm(factor=s.hidden**-0.5)
+            self.mlp_post_norm, self.experts_sum = norm(), ResidualSum(norm())
 
     def mix(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
         """Run the layer up to the attention: return its output, before `out`."""
@@ -101,20 +117,27 @@ class DecoderLayer(nn.Module):
 
     def run_mlp(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Run the feed-forward block, if there is one."""
+        if self.mlp is not None and self.experts is not None:  # norm(mlp(norm(x))) + norm(experts(norm(x))) (Gemma 4)
+            dense = self.mlp_post_norm.normalize_term(self.mlp(self.mlp_norm(x, delta)))
+            return x, self.experts_sum(dense, self.experts(self.experts_norm(x), self.router_norm(x)))
         mlp = self.mlp or self.experts
         return x, delta if mlp is None else mlp(self.mlp_norm(x, delta))
 
 
 def make_norm(
-    s: DecoderConfig, dtype: torch.dtype, device: torch.device, *, first: bool = False, final: bool = False
-) -> RMSNorm | LayerNorm | ResidualSum:
+    s: DecoderConfig, dtype: torch.dtype, device: torch.device, *, first: bool = False, final: bool = False,
+    after: LayerConfig | None = None,
+) -> RMSNorm | LayerNorm | ResidualSum:  # fmt: skip
     """Return the norm of a block's input, or the `final` one. It adds the output of the block before, through that
-    one's post norm, unless it is the `first`."""
+    one's post norm, unless it is the `first`. `after`: the layer that ends there."""
     if s.layer_norm:
         return LayerNorm(s.hidden, s.norm_eps, dtype, device) if s.final_norm or not final else ResidualSum()
     norm = partial(RMSNorm, s.hidden, s.norm_eps, dtype, device, offset=s.norm_offset)
     post_norm = norm() if s.post_norms and not first else None
-    return norm(post_norm=post_norm) if s.pre_norms or final else ResidualSum(post_norm)
+    if not s.pre_norms and not final:
+        return ResidualSum(post_norm)
+    scaled, sums_ranks = s.layer_scales and after is not None, after is None or after.feed_forward != "both"
+    return norm(post_norm=post_norm, scaled=scaled, sums_ranks=sums_ranks)
 
 
 class Decoder(ShardedModule):
@@ -134,15 +157,16 @@ class Decoder(ShardedModule):
         self.positions = None
         if s.positions and shard.is_first_stage:
             self.positions = Embedding(s.positions, s.hidden, dtype, device)
-        self.rotary = module_list(RotaryEmbedding(rope, s.head_dim, s.max_len) for rope in s.ropes)
-        rotary = dict(zip(s.ropes, self.rotary))
+        self.rotary = module_list(RotaryEmbedding(rope, head_dim, s.max_len) for rope, head_dim in s.rope_tables)
+        rotary = dict(zip(s.rope_tables, self.rotary))
 
         def make(layer: int) -> nn.Module:
-            rope = s.layers[layer].rope
-            return self.make_layer(layer, None if rope is None else rotary[rope], dtype, device, shard)
+            kind = s.layers[layer]
+            table = None if kind.rope is None else rotary[kind.rope, s.heads_of(kind)[1]]
+            return self.make_layer(layer, table, dtype, device, shard)
 
         self.layers: Sequence[Any] = make_layers(shard, len(s.layers), make)
-        self.norm = make_norm(s, dtype, device, final=True)
+        self.norm = make_norm(s, dtype, device, final=True, after=s.layers[-1])
         tied = self.embed_tokens.weight if s.tied and self.embed_tokens is not None else None
         has_head = shard.has_lm_head(s.tied)
         self.head = Linear(s.embed_dim, self.vocab_shard, False, dtype, device, tied) if has_head else None
@@ -237,6 +261,11 @@ class Decoder(ShardedModule):
         """Regular expressions of tensors that a checkpoint may hold and that are not loaded."""
         s, frequencies = self.config, (r"(.*\.)?rotary_emb\.inv_freq",)
         return (*s.ignored_weights, *(frequencies if s.ropes else ()), *((r"lm_head\.weight",) if s.tied else ()))
+
+    @property
+    def stacked_tensors(self) -> Mapping[str, int]:
+        """The tensors that hold all experts of a layer: see quire.weights.stacked_tensors."""
+        return self.config.stacked_tensors
 
     def prepare(
         self, max_len: int | None = None, deterministic: bool = False, mapped_files: Sequence[MappedWeights] = ()

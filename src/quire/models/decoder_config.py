@@ -4,6 +4,7 @@ config.json (quire.models.families) make it; and what follows from it. No torch:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -24,7 +25,9 @@ class LayerConfig(NamedTuple):
     """A layer attends to the last `window` positions, to those of its `chunk`, or to all. It rotates queries and keys
     if it has a `rope`, reads the keys and values of `kv_sharing_layer` if that is given, and keeps `budget` tokens of a
     prompt (None: all). `mixer` may be "mamba" in place of "attention", or "cross", attention to images (Llama 3.2
-    Vision). `feed_forward` may be "experts" in place of "mlp", or "none"."""
+    Vision). `feed_forward` may be "experts" in place of "mlp", "both", whose outputs are added, or "none". `kv_heads`,
+    `head_dim` and `intermediate` are the model's unless they are given. `keys_are_values`: one product makes both,
+    before norms and rotation."""
 
     window: int | None = None
     chunk: int | None = None
@@ -33,6 +36,10 @@ class LayerConfig(NamedTuple):
     budget: int | None = None
     mixer: str = "attention"
     feed_forward: str = "mlp"
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate: int | None = None
+    keys_are_values: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,16 +86,19 @@ class DecoderConfig:
     Each block f (attention, feed-forward) computes x += f(norm(x)); with `post_norms` x += norm(f(norm(x))), without
     `pre_norms` x += norm(f(x)). Norms are RMS norms, with `norm_offset` of weights stored minus one, or with
     `layer_norm` layer norms. `qk_norm`: queries and keys are normalised, "head" each head, "projection" all heads
-    together. Products of queries and keys are multiplied by `scale` (None: head_dim ** -0.5) and bounded by `softcap`,
-    logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by `embed_scale`.
+    together; with `v_norm` also values, by a norm without weights. `layer_scales`: the output of a layer is multiplied
+    by a number of the checkpoint. Products of queries and keys are multiplied by `scale` (None: head_dim ** -0.5) and
+    bounded by `softcap`, logits by `final_softcap`; embeddings have `embed_dim` numbers and are multiplied by
+    `embed_scale`.
 
     `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
     `position_offset`. `extra_tokens` have embeddings, but are never generated. `experts` are those of layers that have
     them. `intermediate_key` is the name of `intermediate` in config.json, for errors.
 
     `weight_names` are without the prefix, one of `weight_prefixes`; tensors that match `ignored_weights` are not
-    loaded. `grouped_qkv`: a tensor of queries, keys and values has these of one key head after another. Parameters that
-    match `transposed_weights` are [in, out] in a checkpoint."""
+    loaded. `stacked_tensors`: see quire.weights.stacked_tensors. `grouped_qkv`: a tensor of queries, keys and values
+    has these of one key head after another. Parameters that match `transposed_weights` are [in, out] in a
+    checkpoint."""
 
     family: str
     vocab_size: int
@@ -108,6 +118,8 @@ class DecoderConfig:
     post_norms: bool = False
     final_norm: bool = True
     qk_norm: str = ""
+    v_norm: bool = False
+    layer_scales: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -129,9 +141,20 @@ class DecoderConfig:
     weight_names: WeightNames = field(repr=False)
     weight_prefixes: tuple[str, ...] = ("model.",)
     ignored_weights: tuple[str, ...] = ()
+    stacked_tensors: Mapping[str, int] = field(default_factory=dict)
     grouped_qkv: bool = False
     transposed_weights: str = ""
     shard: Shard = UNSHARDED
+
+    def heads_of(self, layer: LayerConfig) -> tuple[int, int]:
+        """Return a layer's number of key heads and its head size."""
+        return layer.kv_heads or self.kv_heads, layer.head_dim or self.head_dim
+
+    @property
+    def rope_tables(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The rotary embeddings of all layers with the head sizes that they rotate, each once."""
+        pairs = [(layer.rope, self.heads_of(layer)[1]) for layer in self.layers if layer.rope is not None]
+        return tuple(dict.fromkeys(pairs))
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -141,12 +164,13 @@ class DecoderConfig:
     def for_shard(self, shard: Shard) -> Self:
         """Return one rank's part. Raise StartupError if the model can't be divided among that many ranks."""
         ranks, mamba, experts = shard.tp_size, self.mamba, self.experts
-        columns = {self.intermediate_key: self.intermediate} if self._has("mlp") else {}
+        columns = {self.intermediate_key: self.intermediate} if self._has("mlp", "both") else {}
         columns |= {} if experts is None else experts.columns
         if mamba is not None:
             columns["mamba_expand times hidden_size"] = mamba.d_inner
         if self.heads:
-            check_tp_division(ranks, self.heads, self.kv_heads, **columns)
+            for kv_heads in dict.fromkeys(self.heads_of(layer)[0] for layer in self.layers):
+                check_tp_division(ranks, self.heads, kv_heads, **columns)
         elif mamba is not None and mamba.d_inner % ranks:
             raise StartupError(
                 f"--tp is {ranks}, which doesn't divide the model: it has {mamba.d_inner} channels",
@@ -168,6 +192,13 @@ class DecoderConfig:
             heads=self.heads // ranks,
             kv_heads=-(-self.kv_heads // ranks),
             intermediate=self.intermediate // ranks,
+            layers=tuple(
+                layer._replace(
+                    kv_heads=None if layer.kv_heads is None else -(-layer.kv_heads // ranks),
+                    intermediate=None if layer.intermediate is None else layer.intermediate // ranks,
+                )
+                for layer in self.layers
+            ),
             mamba=None if mamba is None else replace(mamba, d_inner=mamba.d_inner // ranks),
             experts=None if experts is None else experts.divide(ranks),
             shard=shard,
@@ -187,29 +218,34 @@ class DecoderConfig:
         return self.hidden * (2 if self.layer_norm else 1)
 
     def _layer_parameters(self, layer: LayerConfig) -> int:
-        h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        h, (kv_heads, head_dim) = self.hidden, self.heads_of(layer)
+        queries, keys = self.heads * head_dim, kv_heads * head_dim
         blocks = 1 if layer.feed_forward == "none" else 2
         total = blocks * (self.pre_norms + self.post_norms) * self._norm_parameters
         if layer.mixer == "mamba":
             total += 0 if self.mamba is None else self.mamba.parameters
         else:
-            rows = queries if layer.kv_sharing_layer is not None else queries + 2 * keys
+            shares_kv = layer.kv_sharing_layer is not None
+            rows = queries if shares_kv else queries + (1 if layer.keys_are_values else 2) * keys
             total += h * (rows + queries) + self.qkv_bias * rows + self.out_bias * h
-            total += {"": 0, "head": 2 * self.head_dim, "projection": queries + keys}[self.qk_norm]
-            total += 2 * self.head_dim + 2 if layer.mixer == "cross" else 0  # norms of a head, and gates
-        inner = (2 if self.gated else 1) * self.intermediate
-        products, biases = h * (inner + self.intermediate), self.mlp_bias * (inner + h)
+            total += {"": 0, "head": (1 if shares_kv else 2) * head_dim, "projection": queries + keys}[self.qk_norm]
+            total += 2 * head_dim + 2 if layer.mixer == "cross" else 0  # norms of a head, and gates
+        columns = layer.intermediate or self.intermediate
+        inner = (2 if self.gated else 1) * columns
+        mlp = h * (inner + columns) + self.mlp_bias * (inner + h)
         experts = 0 if self.experts is None else self.experts.parameters(h)
-        return total + {"none": 0, "mlp": products + biases, "experts": experts}[layer.feed_forward]
+        both = mlp + experts + 4 * self._norm_parameters
+        return total + self.layer_scales + {"none": 0, "mlp": mlp, "experts": experts, "both": both}[layer.feed_forward]
 
-    def _has(self, feed_forward: str) -> bool:
-        return any(layer.feed_forward == feed_forward for layer in self.layers)
+    def _has(self, *kinds: str) -> bool:
+        return any(layer.feed_forward in kinds for layer in self.layers)
 
     def spec(self) -> ModelSpec:
         """Return the ModelSpec. `parameters` are the text model's; those of a vision encoder are in `vision`."""
-        sparse = sum(layer.feed_forward == "experts" for layer in self.layers)
+        sparse = sum(layer.feed_forward in ("experts", "both") for layer in self.layers)
         states = sum(layer.mixer == "mamba" for layer in self.layers)
-        inner, mamba, experts = self.intermediate if self._has("mlp") else 0, self.mamba, self.experts
+        inner = max(layer.intermediate or self.intermediate for layer in self.layers) if self._has("mlp", "both") else 0
+        mamba, experts = self.mamba, self.experts
         if experts is not None:
             inner = max(inner, experts.per_token * experts.intermediate + experts.shared_intermediate)
         return ModelSpec(
@@ -222,7 +258,7 @@ class DecoderConfig:
             intermediate=inner if mamba is None else max(inner, 2 * mamba.d_inner),
             parameters=self.parameters,
             eos_ids=self.eos_ids,
-            num_rope_tables=len(self.ropes) + (self.positions > 0),
+            num_rope_tables=len(self.rope_tables) + (self.positions > 0),
             selection=self.selection,
             vision=None if self.vision is None else self.vision.spec(self.parameters),
             experts=0 if experts is None else experts.count,
@@ -238,6 +274,6 @@ class DecoderConfig:
         if layer.mixer == "cross":
             return LayerSpec(self.kv_heads, self.head_dim, is_cross_attention=True)
         return LayerSpec(
-            self.kv_heads, self.head_dim, layer.window, scale=self.scale, softcap=self.softcap, chunk=layer.chunk,
+            *self.heads_of(layer), layer.window, scale=self.scale, softcap=self.softcap, chunk=layer.chunk,
             kv_source_layer=layer.kv_sharing_layer, budget=layer.budget,
         )  # fmt: skip

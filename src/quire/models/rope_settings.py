@@ -33,15 +33,14 @@ def read_rope_section(
 ) -> tuple[RopeConfig, int]:
     """Read the rotary embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta`
     is the default. `partial`: it may rotate a part of each head."""
-    share = 1.0
-    if partial:
+    share, kind = 1.0, rope.get_str("rope_type", rope.get_str("type", "default"))
+    if partial or kind == "proportional":
         share = float(rope.get_float("partial_rotary_factor", fields.get_float("partial_rotary_factor", 1.0)))
         if not 0 < share <= 1:
             raise StartupError(f"partial_rotary_factor is {share:g}", "It must be above 0, and at most 1")
     else:
         for options in (fields, rope):
             options.require_value("partial_rotary_factor", 1.0)
-    kind = rope.get_str("rope_type", rope.get_str("type", "default"))
     if kind not in (*ROPE_KINDS, "su"):
         raise StartupError(f"the rope_type {short_repr(kind)} is not supported", f"Supported: {', '.join(ROPE_KINDS)}")
     if kind == "su" or (kind == "yarn" and "short_factor" in rope.config):  # names in Phi-3's first configs
@@ -50,6 +49,9 @@ def read_rope_section(
     plain = RopeConfig(kind=kind, theta=theta, original_max_len=max_position, partial_rotary_factor=share)
     if kind == "default":
         return plain, max_position
+    if kind == "proportional":
+        factor = rope.get_float("factor", 1.0)
+        return replace(plain, partial_rotary_factor=1.0, rotated_share=share, factor=factor), max_position
     if kind in ("linear", "dynamic"):  # max_position_embeddings is the length before scaling
         factor = rope.get_float("factor")
         return replace(plain, factor=factor), int(max_position * factor)

@@ -37,6 +37,7 @@ from quire.weights.fp8 import (
 from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
 from quire.weights.low_bit import choose_formats, low_bit_layers, set_rows
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
+from quire.weights.stacked_tensors import StackedFile
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
 
 if TYPE_CHECKING:
@@ -131,9 +132,10 @@ def load_weights(
     with tqdm(total=len(targets) + len(scales), desc="Loading weights", unit=" tensors", disable=not progress) as bar:
         for path in files:
             try:
-                with safe_open(path, framework="pt", device=str(device)) as file:
+                with safe_open(path, framework="pt", device=str(device)) as opened:
                     mapped: MappedFile | None = None
-                    for key in file.keys():  # noqa: SIM118 (not a dict)
+                    file = StackedFile(opened, every.stacked_tensors)
+                    for key in file.names:
                         name = _strip_prefix(key, every.weight_prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name
                         known = name in wanted or name in scales or name in words

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch, HeadNorm, LayerCache, RotaryTable, num_evicted, to_device
+from quire.kernels.forward_batch import ForwardBatch, HeadNorms, LayerCache, RotaryTable, num_evicted, to_device
 from quire.kernels.reference import write_pages
 from quire.kernels.triton.decode import (
     SplitScratch,
@@ -252,11 +252,11 @@ class TritonBackend:
         return self.attend_cached(q, cache, plan)
 
     def rotate_and_attend(
-        self, qkv: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None, cache: LayerCache,
+        self, qkv: Tensor, rotary: RotaryTable | None, norms: HeadNorms | None, cache: LayerCache,
         plan: TritonAttentionPlan,
     ) -> Tensor:  # fmt: skip
-        """Attend from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised, if `norms`, and
-        rotated, if `rotary`; the same launch writes keys and values. Queries are rotated in place."""
+        """Attend from qkv [T, heads + 2 kv_heads, dim], which is first normalised, if `norms`, and whose queries and
+        keys are rotated, if `rotary`; the same launch writes keys and values. Queries are rotated in place."""
         q = qkv[:, : cache.heads]
         self.write_kv(qkv, q, rotary, norms, cache, plan)
         return self.attend_cached(
@@ -264,14 +264,14 @@ class TritonBackend:
         )
 
     def write_kv(
-        self, qkv: Tensor, q: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None,
+        self, qkv: Tensor, q: Tensor, rotary: RotaryTable | None, norms: HeadNorms | None,
         cache: LayerCache, plan: TritonAttentionPlan,
     ) -> None:  # fmt: skip
         """Normalise, rotate and write: keys and values to their pages, queries to q [T, heads, dim]."""
         rope_write(
             qkv, q, cache, plan.tables, plan.token_slots, plan.positions,
             rotary=None if rotary is None else rotary.table,
-            norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=plan.pdl,
+            norms=norms, pdl=plan.pdl,
             cache_positions=plan.cache_positions,
         )  # fmt: skip
 

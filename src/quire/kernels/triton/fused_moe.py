@@ -49,7 +49,7 @@ GROUP_TILES = 8
 @fast_launch
 @triton.jit
 def _route(
-    logits, weights, chosen, stride,
+    logits, weights, chosen, scale, stride,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, NORMALISED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of one token a program. If a likelihood is NaN, all weights are NaN and the first experts are
@@ -64,28 +64,35 @@ def _route(
     wrong = whole != whole
     x = tl.where(wrong, 1.0 / (1 + expert), x / whole)
     x = tl.where(expert < EXPERTS, x, -1.0)
-    best, total = (), 0.0
+    best, scales, total = (), (), 0.0
     for j in tl.static_range(TOP):
         at = tl.minimum(tl.argmax(x, axis=0), EXPERTS - 1)
         tl.store(chosen + row * TOP + j, at.to(tl.int64))
         best += (tl.sum(tl.where(expert == at, x, 0.0), axis=0),)
+        if scale is not None:
+            scales += (tl.load(scale + at),)
         total += best[j]
         x = tl.where(expert == at, -1.0, x)
     for j in tl.static_range(TOP):
         weight = best[j] / total if NORMALISED else best[j]
+        if scale is not None:
+            weight *= scales[j]
         tl.store(weights + row * TOP + j, tl.where(wrong, float("nan"), weight))
 
 
-def topk_softmax(logits: Tensor, top_k: int, renormalize: bool, *, pdl: bool = False) -> tuple[Tensor, Tensor]:
+def topk_softmax(
+    logits: Tensor, top_k: int, renormalize: bool, scale: Tensor | None = None, *, pdl: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the `top_k` largest of the softmax of logits [T, experts], fp32, divided by their sum if `renormalize`,
-    and their experts, int64; [T, top_k] each, the largest first."""
+    times the `scale` [experts] of their expert, if given; and their experts, int64; [T, top_k] each, the largest
+    first."""
     tokens, experts = logits.shape
     assert logits.stride(1) == 1, "rows are contiguous"
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
     if tokens:
         _route[(tokens,)](
-            logits, weights, chosen, logits.stride(0),
+            logits, weights, chosen, scale, logits.stride(0),
             EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, NORMALISED=renormalize, PDL=pdl, num_warps=1,
             launch_pdl=pdl,
         )  # fmt: skip
