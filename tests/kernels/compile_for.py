@@ -61,6 +61,7 @@ DTYPE = torch.bfloat16
 HEADS = {  # query heads, key/value heads, their size, window (below 0: a chunk)
     "Llama-3-8B": (32, 8, 128, None), "windows": (32, 8, 128, 4096), "chunks": (40, 8, 128, -8192),
     "OPT-13B": (40, 40, 128, None), "Gemma-2-9B": (16, 8, 256, None), "many queries": (64, 1, 64, None),
+    "Gemma-4-31B": (32, 4, 512, None),
 }  # fmt: skip
 
 

@@ -190,7 +190,9 @@ def prefill(
 def _tile_config(head_dim: int, itemsize: int, small: bool) -> tuple[int, int, int, int, int | None]:
     """Return (rows of a tile, keys at a time, warps, stages of the pipeline, registers a thread; None: no limit)."""
     if itemsize == 4:  # for large heads 16 keys, because more would exceed the shared memory of small GPUs
-        return 64, 32 if head_dim <= 128 else 16, 4, 1, None
+        return (64, 32 if head_dim <= 128 else 16, 4, 1, None) if head_dim <= 256 else (16, 16, 4, 1, None)
+    if head_dim > 256:
+        return 32, 32, 4, 2, None
     if head_dim > 128:
         return 64, 32, 4, 2, None
     return (64, 64, 4, 3, None) if small else (128, 64, 8, 2, 128)
