@@ -34,7 +34,7 @@ GEMMA2 = {
 OPT = {**SMALL, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "word_embed_proj_dim": 32, "dropout": 0.0}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 GEMMA4 = {
-    **{**WINDOW, "num_hidden_layers": 4}, "global_head_dim": 16, "num_global_key_value_heads": 1,
+    **WINDOW, "num_hidden_layers": 4, "global_head_dim": 16, "num_global_key_value_heads": 1,
     "attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": False,
     "hidden_size_per_layer_input": 0,
 }  # fmt: skip
