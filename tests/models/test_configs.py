@@ -161,6 +161,20 @@ OPTIONS["gemma-2-2b"] = [
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ({"rope_parameters": {"full_attention": FLAT, "sliding_attention": FLAT}}, "rope_parameters must be one flat"),
 ]  # fmt: skip
+OPTIONS["gemma-4-31b"] = [
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+    ({"layer_types": ["sliding_attention"] * 60}, "the last of layer_types .* is sliding_attention. It must be full"),
+    ({"num_kv_shared_layers": 55}, "num_kv_shared_layers in config.json is 55, of 60 layers"),
+    ({"num_global_key_value_heads": 5}, "32 .* is not a multiple of num_global_key_value_heads 5"),
+    ({"global_head_dim": 511}, "global_head_dim in config.json is 511. It must be even"),
+    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling="),
+    ({"per_layer_config": {"0": {"head_dim": 512}}}, "per_layer_config of config.json has '0': .*of layers with full"),
+    ({"per_layer_config": {"5": {"sliding_window": 8}}}, "per_layer_config .* has '5': {'sliding_window': 8}"),
+    ({"per_layer_config": {"5": {"head_dim": "x"}}}, "head_dim in per_layer_config of config.json, layer 5 must be"),
+    ({"enable_moe_block": True}, "has no num_experts"),
+    ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts .* from 1 to 4, got 5"),
+    ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input .* is 9, and"),
+]
 OPTIONS["gemma-3-4b"] = [
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     ({"sliding_window_pattern": 0}, "sliding_window_pattern in config.json must be an integer from 1 to .*, got 0"),

@@ -44,7 +44,8 @@ MORE = {
     "mlp_only_layers": [0], "moe_intermediate_size": 8, "norm_topk_prob": True, "qkv_bias": True,
     "shared_expert_intermediate_size": 8,
     "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
-    "use_double_wide_mlp": True, "enable_moe_block": True, "top_k_experts": 2,
+    "use_double_wide_mlp": True, "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 262_208,
 }  # fmt: skip
 
 

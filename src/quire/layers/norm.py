@@ -110,13 +110,19 @@ class RMSNorm(ShardedModule):
 
 
 class ResidualSum(ShardedModule):
-    """x -> x, after x += delta, or x += post_norm(delta), in place: where other models have a norm."""
+    """x -> x, after x += delta, or x += post_norm(delta), in place: where other models have a norm. `sums_ranks`: see
+    RMSNorm."""
 
     __call__: Callable[..., Tensor]
 
-    def __init__(self, post_norm: RMSNorm | None = None) -> None:
+    def __init__(self, post_norm: RMSNorm | None = None, sums_ranks: bool = True) -> None:
         super().__init__()
-        self.post_norm = post_norm
+        self.post_norm, self.sums_ranks = post_norm, sums_ranks
+
+    def connect(self, exchange: Exchange) -> None:
+        """See ShardedModule."""
+        if self.sums_ranks:
+            super().connect(exchange)
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor:
         if delta is None:

@@ -36,8 +36,10 @@ ARCHITECTURES = {
     "Gemma2ForCausalLM": Architecture(families.read_gemma2),
     "Gemma3ForCausalLM": Architecture(families.read_gemma3),
     "Gemma3ForConditionalGeneration": Architecture(families.read_gemma3_with_vision),  # its text
-    "Gemma4ForCausalLM": Architecture(gemma4.read_gemma4),
-    "Gemma4ForConditionalGeneration": Architecture(gemma4.read_gemma4_with_encoders),  # its text
+    "Gemma4ForCausalLM": Architecture(gemma4.read_gemma4, "per_layer_inputs:PerLayerInputDecoder"),
+    "Gemma4ForConditionalGeneration": Architecture(  # its text
+        gemma4.read_gemma4_with_encoders, "per_layer_inputs:PerLayerInputDecoder"
+    ),
     "MixtralForCausalLM": Architecture(expert_families.read_mixtral),
     "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
     "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),

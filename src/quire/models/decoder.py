@@ -136,7 +136,8 @@ def make_norm(
     post_norm = norm() if s.post_norms and not first else None
     if not s.pre_norms and not final:
         return ResidualSum(post_norm)
-    scaled, sums_ranks = s.layer_scales and after is not None, after is None or after.feed_forward != "both"
+    scaled = s.layer_scales and after is not None
+    sums_ranks = after is None or (after.feed_forward != "both" and not s.per_layer_dim)
     return norm(post_norm=post_norm, scaled=scaled, sums_ranks=sums_ranks)
 
 

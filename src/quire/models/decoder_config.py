@@ -93,7 +93,8 @@ class DecoderConfig:
 
     `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
     `position_offset`. `extra_tokens` have embeddings, but are never generated. `experts` are those of layers that have
-    them. `intermediate_key` is the name of `intermediate` in config.json, for errors.
+    them. Layers may have inputs of `per_layer_dim` numbers of a token, from a table of `per_layer_vocab` rows
+    (quire.models.per_layer_inputs). `intermediate_key` is the name of `intermediate` in config.json, for errors.
 
     `weight_names` are without the prefix, one of `weight_prefixes`; tensors that match `ignored_weights` are not
     loaded. `stacked_tensors`: see quire.weights.stacked_tensors. `grouped_qkv`: a tensor of queries, keys and values
@@ -136,6 +137,8 @@ class DecoderConfig:
     positions: int = 0
     position_offset: int = 0
     extra_tokens: int = 0
+    per_layer_dim: int = 0
+    per_layer_vocab: int = 0
     eos_ids: tuple[int, ...]
     vision: VisionSettings | None = None
     weight_names: WeightNames = field(repr=False)
@@ -182,6 +185,11 @@ class DecoderConfig:
                 f"--tp is {ranks}, and pyramid_kv of config.json needs whole key heads: there are {self.kv_heads}",
                 f"Use a --tp of at most {self.kv_heads}",
             )
+        if shard.pp_size > 1 and self.per_layer_dim:
+            raise StartupError(
+                f"--pp is {shard.pp_size}, and each layer of the model has an input that its first stage computes",
+                "Use --tp",
+            )
         if ranks > 1 and self.qk_norm == "projection":
             raise StartupError(
                 f"--tp is {ranks}, and the model normalises the queries of all heads together",
@@ -211,6 +219,9 @@ class DecoderConfig:
         total = rows(self.vocab_size + self.extra_tokens) * self.embed_dim + self.positions * self.hidden
         total += 0 if self.tied else rows(self.vocab_size) * self.embed_dim
         total += 2 * self.hidden * self.embed_dim if self.embed_dim != self.hidden else 0  # projections in and out
+        total += self.per_layer_dim * (
+            len(self.layers) * (self.per_layer_vocab + self.hidden) + (self.per_layer_dim > 0)
+        )
         return total + sum(map(self._layer_parameters, self.layers)) + self.final_norm * self._norm_parameters
 
     @property
@@ -235,6 +246,7 @@ class DecoderConfig:
         mlp = h * (inner + columns) + self.mlp_bias * (inner + h)
         experts = 0 if self.experts is None else self.experts.parameters(h)
         both = mlp + experts + 4 * self._norm_parameters
+        total += self.per_layer_dim * 2 * h + (self._norm_parameters if self.per_layer_dim else 0)
         return total + self.layer_scales + {"none": 0, "mlp": mlp, "experts": experts, "both": both}[layer.feed_forward]
 
     def _has(self, *kinds: str) -> bool:
@@ -245,6 +257,7 @@ class DecoderConfig:
         sparse = sum(layer.feed_forward in ("experts", "both") for layer in self.layers)
         states = sum(layer.mixer == "mamba" for layer in self.layers)
         inner = max(layer.intermediate or self.intermediate for layer in self.layers) if self._has("mlp", "both") else 0
+        inner += len(self.layers) * self.per_layer_dim
         mamba, experts = self.mamba, self.experts
         if experts is not None:
             inner = max(inner, experts.per_token * experts.intermediate + experts.shared_intermediate)

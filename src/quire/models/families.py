@@ -63,10 +63,10 @@ PHI3_NAMES: WeightNames = {
 }
 
 
-def post_norm_names(layers: int) -> WeightNames:
-    """Return the names of a model with post norms. Each is part of the norm that follows: of the feed-forward blocks'
-    these are the next layer's and the final one."""
-    theirs = "layers.{}.post_feedforward_layernorm".format
+def post_norm_names(layers: int, last: str = "post_feedforward_layernorm") -> WeightNames:
+    """Return the names of a model with post norms. Each is part of the norm that follows: of the `last` block of a
+    layer these are the next layer's and the final one."""
+    theirs = f"layers.{{}}.{last}".format
     return {
         **LLAMA_NAMES,
         "layers.*.mlp_norm.post_norm": "layers.*.post_attention_layernorm",

@@ -45,11 +45,10 @@ def read_gemma4(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Gemma-4."""
     if fields.config.get("use_bidirectional_attention") not in (None, False, "vision"):
         fields.require_value("use_bidirectional_attention", None)
-    fields.require_value("hidden_size_per_layer_input", 0)
     for key in ("pyramid_kv", "kv_sharing", "rope_scaling"):
         fields.require_value(key, None)
     layers = _read_layers(fields)
-    experts = _read_experts(fields)
+    experts, per_layer_dim = _read_experts(fields), fields.get_int("hidden_size_per_layer_input", 256, minimum=0)
     return declare_gated(
         fields,
         [layer._replace(feed_forward="mlp" if experts is None else "both") for layer in layers],
@@ -64,11 +63,13 @@ def read_gemma4(fields: ConfigReader) -> DecoderConfig:
         v_norm=True,
         layer_scales=True,
         experts=experts,
+        per_layer_dim=per_layer_dim,
+        per_layer_vocab=_read_per_layer_vocab(fields) if per_layer_dim else 0,
         **read_biases(fields),
         scale=1.0,
         final_softcap=read_softcap(fields, "final_logit_softcapping", None),
         embed_scale=fields.get_int("hidden_size") ** 0.5,
-        weight_names=_weight_names(layers, 0 if experts is None else experts.count),
+        weight_names=_weight_names(layers, 0 if experts is None else experts.count, per_layer_dim),
         weight_prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
         ignored_weights=(ENCODERS, *_shared_weights(layers)),
         stacked_tensors={"experts.gate_up_proj": 2, "experts.down_proj": 1},
@@ -166,9 +167,26 @@ def _read_experts(fields: ConfigReader) -> ExpertsConfig | None:
     )
 
 
-def _weight_names(layers: list[LayerConfig], experts: int) -> WeightNames:
+def _read_per_layer_vocab(fields: ConfigReader) -> int:
+    rows, tokens = fields.get_int("vocab_size_per_layer_input", 262_144), fields.get_int("vocab_size")
+    if rows < tokens:
+        raise StartupError(
+            f"vocab_size_per_layer_input in {fields.source} is {rows}, and vocab_size {tokens}",
+            "It must be at least as large",
+        )
+    return int(rows)
+
+
+def _weight_names(layers: list[LayerConfig], experts: int, per_layer_dim: int) -> WeightNames:
+    last_norm = "post_per_layer_input_norm" if per_layer_dim else "post_feedforward_layernorm"
     names: dict[str, Any] = {
-        **post_norm_names(len(layers)),
+        **post_norm_names(len(layers), last_norm),
+        "layers.*.feed_forward_sum.post_norm": "layers.*.post_feedforward_layernorm",
+        "layers.*.gate": "layers.*.per_layer_input_gate",
+        "layers.*.project": "layers.*.per_layer_projection",
+        "input_table": "embed_tokens_per_layer",
+        "input_product": "per_layer_model_projection",
+        "input_norm": "per_layer_projection_norm",
         "layers.*.mlp_norm": "layers.*.pre_feedforward_layernorm",
         "norm.sum_scale": f"layers.{len(layers) - 1}.layer_scalar",
         "layers.*.experts.router": "layers.*.router.proj",

@@ -131,6 +131,12 @@ def _gemma4(
 _GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
 }
+_GEMMA4_E2B = {
+    "attention_k_eq_v": False, "num_global_key_value_heads": None, "sliding_window": 512,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7, "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+    "max_position_embeddings": 131072,
+}
 _QWEN3_MOE = {
     **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -260,6 +266,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _GEMMA3_4B,
     "gemma-4-31b": _gemma4(5376, 60, 32, 16, 4, 21504),
     "gemma-4-26b-a4b": _gemma4(2816, 30, 16, 8, 2, 2112, **_GEMMA4_EXPERTS),
+    "gemma-4-e2b": _gemma4(1536, 35, 8, 1, 1, 6144, **_GEMMA4_E2B),
     "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
     "jamba-52b": _JAMBA,
     "mamba-2.8b": _mamba(2560, 64),

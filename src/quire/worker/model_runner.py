@@ -80,8 +80,9 @@ DeferredSampling = Callable[[], PendingSamples]
 
 
 class RunnableModel(Protocol):
-    """The model interface that the runner needs (see quire.models). A vision model also has a `vision_encoder`. A shard
-    has the `exchange` of its ranks, and its `logits` takes `local=True` for its own part of the vocabulary."""
+    """The model interface that the runner needs (see quire.models). A vision model also has a `vision_encoder`. Rows
+    that `embed` returns have `row_width` numbers, if the model has that, else those of a hidden state. A shard has the
+    `exchange` of its ranks, and its `logits` takes `local=True` for its own part of the vocabulary."""
 
     def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
     def embed(self, tokens: Tensor, ctx: Any) -> tuple[Tensor, Tensor]: ...
@@ -310,8 +311,9 @@ class ModelRunner:
             model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs,
             self.base_positions, self.hidden_states,
         )  # fmt: skip
+        row_width = getattr(model, "row_width", self.spec.hidden)
         self.mixed_graphs = MixedGraphs(
-            model, logits, store, backend, sampled, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues,
+            model, logits, store, backend, sampled, row_width, self.decode_graphs.capture_sizes, epilogues,
             capturer, self.hidden_states,
         )  # fmt: skip
 
