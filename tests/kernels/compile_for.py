@@ -142,9 +142,11 @@ def attend() -> None:
                 zeros(256, heads, dim), cache, tables, rows, rows, splits=2, pdl=PDL, rows=rows, shared_rows=shared
             )
         for small in (False, True):
-            tiles = zeros(3, 4, dtype=torch.int32)
-            for whole in (False, True):
-                prefill.prefill(zeros(4, heads, dim), cache, tables, tiles, small=small, bidirectional=whole)
+            for whole, in_window in ((False, False), (True, False), (True, True)):
+                prefill.prefill(
+                    zeros(4, heads, dim), cache, tables, zeros(3, 4 + whole, dtype=torch.int32), small=small,
+                    bidirectional=whole, in_window=in_window,
+                )  # fmt: skip
         if CAPABILITY == 90 and prefill_hopper.supports(cache):
             apart = replace(cache, values=zeros(64, 2, kv, 16, dim)[:, 0], softcap=50.0)
             for one in (cache, replace(cache, contiguous=True), apart):

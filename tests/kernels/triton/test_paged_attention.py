@@ -281,7 +281,8 @@ def check_prompt(
     q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
     tiles = tiles_of(chunks, tile_queries(shape.heads, shape.kv_heads, shape.dim, dtype.itemsize, small))
     if rows:
-        tiles[:, 3] = ints(rows)[tiles[:, 0] - 1] - 1
+        last = ints(rows)[tiles[:, 0] - 1] - 1
+        tiles = torch.column_stack((tiles[:, :3], last.to(torch.int32), tiles[:, 3])).contiguous()
     got = prefill(q, memory.cache, memory.tables, tiles, small=small, bidirectional=bool(rows))
     check_rows(got, q, memory, shape, chunks, bool(rows))
 

@@ -275,7 +275,7 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 def _prompt_tiles(batch: ForwardBatch, rows: np.ndarray, cache: LayerCache) -> np.ndarray:
     """Return the tiles of these rows, int64 [n, 6]: slot, first query, queries, position of the first, end position,
-    and 1 if bidirectional (all see up to the end). The largest come first, so that threads end together."""
+    and 1 if bidirectional (all see up to the end), or 2 if from their windows on. The largest come first, so that threads end together."""
     most = tile_queries(cache.heads // cache.kv_heads, cache.head_dim)
     lengths, ends = batch.lengths[rows], batch.context_lens(cache.group)[rows]
     counts = -(-lengths // most)
@@ -284,5 +284,6 @@ def _prompt_tiles(batch: ForwardBatch, rows: np.ndarray, cache: LayerCache) -> n
     queries = np.minimum(lengths[row] - cut, most)
     position, both_ways = batch.starts[rows][row] + cut, batch.bidirectional_mask[rows][row]
     end = np.where(both_ways, ends[row], position + queries)
-    tiles = np.stack([batch.slots[rows][row], batch.offsets[rows][row] + cut, queries, position, end, both_ways], 1)
+    kind = both_ways * (1 + batch.bidirectional_in_window)
+    tiles = np.stack([batch.slots[rows][row], batch.offsets[rows][row] + cut, queries, position, end, kind], 1)
     return np.ascontiguousarray(tiles[np.argsort(-end * queries, kind="stable")].astype(np.int64))
