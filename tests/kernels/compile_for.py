@@ -150,7 +150,7 @@ def attend() -> None:
         if CAPABILITY == 90 and prefill_hopper.supports(cache):
             apart = replace(cache, values=zeros(64, 2, kv, 16, dim)[:, 0], softcap=50.0)
             for one in (cache, replace(cache, contiguous=True), apart):
-                prefill_hopper.prefill(zeros(4, heads, dim), one, tables, tiles)
+                prefill_hopper.prefill(zeros(4, heads, dim), one, tables, zeros(3, 4, dtype=torch.int32))
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
         short, wide = (SimpleNamespace(weight=weight, eps=1e-6) for weight in (zeros(dim), torch.zeros(dim)))

@@ -52,5 +52,8 @@ class DenseContext:
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
+    def merge_image_embeddings(self, x: Tensor) -> Tensor:
+        return x
+
     def select_logits_rows(self, x: Tensor) -> Tensor:
         return x

@@ -72,11 +72,12 @@ def test_parameters_of_models_that_see(name: str) -> None:
     total = spec.parameters + spec.vision.parameters
     assert total == sum(parameter.numel() for parameter in model.parameters())
     if "text_config" in config:
-        kind = {"llava-onevision-7b": "llava_onevision", "paligemma2-10b": "paligemma"}.get(name, "mllama")
+        kinds = {"llava-onevision-7b": "llava_onevision", "paligemma2-10b": "paligemma", "gemma-3-4b-vision": "gemma3"}
+        kind = kinds.get(name, "mllama")
         sections = {key: value for key, value in config.items() if key.endswith(("_config", "_index", "_dim"))}
         del sections["preprocessor_config"]
         with torch.device("meta"):
-            config = transformers.AutoConfig.for_model(kind, tie_word_embeddings=kind == "paligemma", **sections)
+            config = transformers.AutoConfig.for_model(kind, tie_word_embeddings="gemma" in kind, **sections)
             theirs = transformers.AutoModelForImageTextToText.from_config(config)
         unread = 2 * 1152 if kind == "llava_onevision" else 0  # a norm behind the tower
         assert total == sum(parameter.numel() for parameter in theirs.parameters()) - unread

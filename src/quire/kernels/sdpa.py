@@ -190,9 +190,9 @@ def _attend_sdpa(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | N
 
 
 def _make_tiles(batch: ForwardBatch, cache: LayerCache) -> np.ndarray:
-    """Return the tiles, int64 [n, 7]: slot, first token of the step, queries, first position, first page, end position,
-    and 1 if the tile is bidirectional: every query sees all up to the end, or 2 if from its window on. Tiles of long contexts have fewer queries,
-    so that a tile's scores stay within MAX_SCORES."""
+    """Return the tiles, int64 [n, 7]: slot, first token of the step, queries, first position, first page, end
+    position, and 1 if the tile is bidirectional: every query sees all up to the end, or 2 if from its window on.
+    Tiles of long contexts have fewer queries, so that a tile's scores stay within MAX_SCORES."""
     ends = batch.context_lens(cache.group)
     rows = zip(batch.lengths.tolist(), ends.tolist())
     most = np.array([_max_queries(end, cache) if length > 1 else 1 for length, end in rows], dtype=np.int64)

@@ -254,7 +254,7 @@ def read_gemma3(fields: ConfigReader) -> DecoderConfig:
     return _declare_gemma(fields, read_ropes_of_types(fields), period, None, qk_norm="head")
 
 
-def read_gemma3_with_vision(fields: ConfigReader) -> DecoderConfig:
+def read_gemma3_text(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Gemma-3 with a vision tower. tie_word_embeddings is read from the outer config."""
     read_checkpoint_scheme(fields.config)
     tied = fields.config.get("tie_word_embeddings")

@@ -227,6 +227,7 @@ VISION_LANGUAGE_CONFIGS: dict[str, dict[str, Any]] = {
     "llama3.2-vision-11b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
     "llama3.2-vision-90b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
     "paligemma2-10b": _vision_language("paligemma2-10b", text_config=_GEMMA2),
+    "gemma-3-4b-vision": {**_vision_language("gemma-3-4b", text_config=_GEMMA3_4B), "tie_word_embeddings": True},
 }
 
 

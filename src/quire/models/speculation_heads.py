@@ -53,7 +53,6 @@ class SpeculationHead(ShardedModule):
         self.config = s = read
         s.for_shard(shard)  # raises StartupError if the head can't be divided so
         self.weight_prefixes, self.ignored_weights = s.weight_prefixes, s.ignored_weights
-        self.stacked_tensors = s.stacked_tensors
         self.vocab_shard = shard_vocab(shard, s.vocab_size)
         [rope] = s.ropes
         self.rotary = RotaryEmbedding(rope, s.head_dim, s.max_len)

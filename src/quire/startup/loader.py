@@ -249,7 +249,12 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, device: torch.device
             + " and ".join(f"up to {most} of even sizes up to {size}" for size, most in MAX_GQA_GROUPS.items())
             + "; use --attention sdpa",
         )
-    if chosen in VENDOR_ATTENTIONS and spec.vision is not None and spec.vision.bidirectional_prompt:
+    vision = spec.vision
+    if (
+        chosen in VENDOR_ATTENTIONS
+        and vision is not None
+        and (vision.bidirectional_prompt or vision.bidirectional_images)
+    ):
         raise StartupError(
             f"--attention is {chosen}, whose kernels for prompts are causal, and tokens of this model's prompts attend "
             "both ways",

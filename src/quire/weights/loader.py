@@ -134,7 +134,7 @@ def load_weights(
             try:
                 with safe_open(path, framework="pt", device=str(device)) as opened:
                     mapped: MappedFile | None = None
-                    file = StackedFile(opened, every.stacked_tensors)
+                    file = StackedFile(opened, getattr(every, "stacked_tensors", {}))
                     for key in file.names:
                         name = _strip_prefix(key, every.weight_prefixes)
                         name = name.removesuffix("_inv") if name.endswith("weight_scale_inv") else name

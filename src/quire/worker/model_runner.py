@@ -186,6 +186,7 @@ class ModelRunner:
         self.state_checker: StateChecker | None = None  # in debug mode, if layers have states
         self.state_replay: StateReplay | None = None  # if layers have states, and steps draft tokens
         self.image_inputs: ImageInputs | None = None  # if the model has images
+        self.image_spans: dict[int, tuple[tuple[int, int], ...]] | None = None  # by slot, if one sees all of itself
         self.bidirectional_lens: np.ndarray | None = None  # by slot, the length of a prompt that is attended both ways
         self.decode_graphs: DecodeGraphs | RecordedDecodeSteps | None = None
         self.mixed_graphs: MixedGraphs | None = None  # of steps with prompts
@@ -241,6 +242,7 @@ class ModelRunner:
                 self.backend.check_cache(cache)
         if kv_config.both_ways:
             self.bidirectional_lens = np.zeros(kv_config.slots, dtype=np.int64)
+        self.image_spans = {} if kv_config.whole_images else None
         self.sampler = self._make_sampler(kv_config.slots)
         self._make_sampled_tokens(kv_config.slots)
         if self.use_graphs:
@@ -399,6 +401,9 @@ class ModelRunner:
         if self.bidirectional_lens is not None:
             for init in plan.new_slots:
                 self.bidirectional_lens[init.slot] = init.prompt_len
+        if self.image_spans is not None:
+            for init in plan.new_slots:
+                self.image_spans[init.slot] = tuple((image.start, image.end) for image in init.images)
         if self.image_inputs is None:
             self.store.apply_page_ops(plan.page_ops)
         else:
@@ -556,6 +561,8 @@ class ModelRunner:
         if self.bidirectional_lens is not None:
             bidirectional = flat_inputs.starts < self.bidirectional_lens[flat_inputs.slots]
         batch = build_flat_batch(flat_inputs, self.store, self.sampled_tokens, bidirectional)
+        if self.image_spans is not None:
+            batch = batch.split_at_images(self.image_spans)
         if self.image_inputs is not None:
             merger = self.image_inputs.embedding_merger(flat_inputs)
             cross_attention = self.image_inputs.cross_attention_context(flat_inputs, self.backend)

@@ -275,7 +275,8 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 def _prompt_tiles(batch: ForwardBatch, rows: np.ndarray, cache: LayerCache) -> np.ndarray:
     """Return the tiles of these rows, int64 [n, 6]: slot, first query, queries, position of the first, end position,
-    and 1 if bidirectional (all see up to the end), or 2 if from their windows on. The largest come first, so that threads end together."""
+    and 1 if bidirectional (all see up to the end), or 2 if from their windows on. The largest come first, so that
+    threads end together."""
     most = tile_queries(cache.heads // cache.kv_heads, cache.head_dim)
     lengths, ends = batch.lengths[rows], batch.context_lens(cache.group)[rows]
     counts = -(-lengths // most)
