@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.cpu.activation import act_times
+from quire.kernels.cpu.dispatch import has_kernels
+from quire.kernels.cpu.linear import ACTIVATIONS
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import get_activation
@@ -30,7 +33,8 @@ class PerLayerInputLayer(DecoderLayer):
         super().__init__(s, layer, rotary, dtype, device, shard)
         sums_ranks = s.layers[layer].feed_forward != "both"
         self.feed_forward_sum = ResidualSum(RMSNorm(s.hidden, s.norm_eps, dtype, device), sums_ranks)
-        self.act = get_activation(s.activation)
+        self.act, self.act_name = get_activation(s.activation), s.activation
+        self.use_cpu_kernel = has_kernels(device, dtype) and s.activation in ACTIVATIONS
         self.gate = Linear(s.hidden, s.per_layer_dim, False, dtype, device)
         self.project = Linear(s.per_layer_dim, s.hidden, False, dtype, device)
 
@@ -38,7 +42,9 @@ class PerLayerInputLayer(DecoderLayer):
         """Add delta to x, in place, and return x and the next residual; `own` [T, per_layer_dim] is the layer's
         input."""
         x = self.feed_forward_sum(x, delta)
-        return x, self.project(self.act(self.gate(x)).mul_(own))
+        gate = self.gate(x)
+        inner = act_times(gate, own, self.act_name) if self.use_cpu_kernel else self.act(gate).mul_(own)
+        return x, self.project(inner)
 
 
 class PerLayerInputDecoder(Decoder):
@@ -62,10 +68,26 @@ class PerLayerInputDecoder(Decoder):
         """See Decoder."""
         return (PerLayerInputLayer if self.config.per_layer_dim else DecoderLayer)(self.config, layer, *args)
 
+    def forward(self, tokens: Tensor, ctx: ForwardContext) -> Tensor:
+        """See Decoder."""
+        if not self.has_inputs:
+            return super().forward(tokens, ctx)
+        x, own, mixed = self.run_with_inputs(tokens, ctx)
+        hidden = self.finish_with_input(ctx.select_logits_rows(x), ctx.select_logits_rows(own), mixed)
+        if ctx.hidden_states is not None:
+            ctx.hidden_states.store_final(hidden)
+        return hidden
+
     def embed(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """See Decoder; x is [T, hidden + per_layer_dim]."""
         if not self.has_inputs:
             return super().embed(tokens, ctx)
+        x, own, mixed = self.run_with_inputs(tokens, ctx)
+        return torch.cat((x, own), dim=1), mixed
+
+    def run_with_inputs(self, tokens: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the model up to the last layer's mixer: return x [T, hidden], the last layer's input [T, per_layer_dim]
+        and the mixer's output."""
         x, states = self.embed_inputs(tokens, ctx), ctx.hidden_states
         *inputs, last_input = self.layer_inputs(tokens, x)
         *layers, last = self.layers
@@ -78,7 +100,7 @@ class PerLayerInputDecoder(Decoder):
         mixed = last.mix(x, delta, ctx, last=True)
         if states is not None:
             states.store_layer(len(layers), x)
-        return torch.cat((x, last_input), dim=1), mixed
+        return x, last_input, mixed
 
     def layer_inputs(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         """Return each layer's input [T, per_layer_dim], for tokens [T] with embeddings x [T, hidden]."""
@@ -90,6 +112,9 @@ class PerLayerInputDecoder(Decoder):
         """See Decoder; x is [R, hidden + per_layer_dim]."""
         if not self.has_inputs:
             return super().finish_selected(x, mixed)
-        x, own = x[:, : self.config.hidden], x[:, self.config.hidden :]
+        return self.finish_with_input(x[:, : self.config.hidden], x[:, self.config.hidden :], mixed)
+
+    def finish_with_input(self, x: Tensor, own: Tensor, mixed: Tensor) -> Tensor:
+        """As `finish_selected`, with the last layer's input apart."""
         last = self.layers[-1]
         return self.norm(*last.add_input(*last.feed_forward(x, mixed), own))

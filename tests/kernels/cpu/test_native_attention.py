@@ -44,6 +44,7 @@ SHAPES = {
     "narrow": Shape(4, 4, 8, page=2),
     "128": Shape(5, 1, 128, page=64),
     "256": Shape(4, 2, 256, window=100),
+    "512": Shape(8, 1, 512),
     "tokens first": Shape(dim=40, layout="tokens first"),
     "two buffers": Shape(window=24, softcap=3.0, layout="two buffers"),
     "gaps": Shape(page=8, layout="gaps"),
