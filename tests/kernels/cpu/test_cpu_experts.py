@@ -100,6 +100,8 @@ def test_the_choice_equals_torch(renormalize: bool, dtype: torch.dtype) -> None:
         assert torch.equal(chosen, at[:, :top]), "the first of equal ones"
         want = want[:, :top]
         torch.testing.assert_close(weights, want / want.sum(1, keepdim=True) if renormalize else want)
+        scale = torch.rand(count)
+        assert torch.equal(route(logits, top, renormalize, scale)[0], weights * scale[chosen])
     for wrong in (torch.nan, torch.inf):
         logits[7, 3] = wrong
         weights, chosen = route(logits, top, renormalize)

@@ -115,6 +115,9 @@ def test_choice_equals_torch(count: int, top: int, normalised: bool, dtype: torc
         if dtype == torch.float32:  # in others there are ties
             assert torch.equal(chosen, at)
         torch.testing.assert_close(shares, want / want.sum(dim=1, keepdim=True) if normalised else want)
+        scale = random(count)
+        scaled = topk_softmax(logits, top, normalised, scale, pdl=pdl)
+        torch.testing.assert_close(scaled[0], shares * scale[chosen], atol=0, rtol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, in the interpreter
