@@ -48,7 +48,8 @@ def read_gemma4(fields: ConfigReader) -> DecoderConfig:
     for key in ("pyramid_kv", "kv_sharing", "rope_scaling"):
         fields.require_value(key, None)
     layers = _read_layers(fields)
-    experts, per_layer_dim = _read_experts(fields), fields.get_int("hidden_size_per_layer_input", 256, minimum=0)
+    experts, dim = _read_experts(fields), "hidden_size_per_layer_input"
+    per_layer_dim = fields.get_int(dim, 0 if dim in fields.config else 256, minimum=0)  # null is 0, as in transformers
     return declare_gated(
         fields,
         [layer._replace(feed_forward="mlp" if experts is None else "both") for layer in layers],
