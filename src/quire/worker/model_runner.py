@@ -536,6 +536,12 @@ class ModelRunner:
             return True
         if self.pooler.needs_hidden(slices):
             return True
+        if self.image_spans is not None and any(
+            first < end and start < stop
+            for slot, start, end in zip(slices.slots, slices.starts, slices.ends)
+            for first, stop in self.image_spans.get(slot, ())
+        ):
+            return True
         return self.bidirectional_lens is not None and any(
             start < self.bidirectional_lens[slot] for slot, start in zip(slices.slots, slices.starts)
         )
