@@ -98,15 +98,15 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
         """Return the output for x [T, hidden], whose experts `router_input` [T, hidden] chooses (None: x)."""
         shared, gate = (None, None) if self.shared is None else (self.shared(x), self.shared_gate(x))
-        router_input = x if router_input is None else router_input
         if self.packed is not None:
-            logits = self.router(router_input)
+            logits = self.router(x if router_input is None else router_input)
             return self.packed(x, logits, self.top_k, self.renormalize, shared, gate, self.expert_scale)
-        out = self.mix(x, *self.route(router_input))
+        out = self.mix(x, router_input)
         return out if shared is None or gate is None else out.addcmul_(gate.sigmoid_(), shared)
 
-    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's chosen experts; the arguments are those of `route`."""
+    def mix(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the outputs of the experts of each token; for the arguments see `forward`."""
+        weights, chosen = self.route(x if router_input is None else router_input)
         assert self.gate_up.weight is not None, "the weight is not packed"
         assert self.down.weight is not None, "the weight is not packed"
         gate_up, down = (part.view(self.experts, -1, part.shape[1]) for part in (self.gate_up.weight, self.down.weight))
