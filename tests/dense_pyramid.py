@@ -29,7 +29,7 @@ class DensePyramid:
 
     def attend(self, layer: int, qkv: Tensor, rotary: Any = None, norms: Any = None, last: bool = False) -> Tensor:
         spec = self.spec.layers[layer]
-        q, k, v = prepare_qkv(qkv, self.spec.heads, rotary.angles_at(self.positions, qkv.dtype), norms)
+        q, k, v = prepare_qkv(qkv, self.spec.heads, spec.kv_heads, rotary.angles_at(self.positions, qkv.dtype), norms)
         self.keys[layer] += k
         self.values[layer] += v
         out = torch.empty_like(q)

@@ -37,6 +37,12 @@ GEMMA2 = {
     **TEXT, "model_type": "gemma2", "head_dim": 8, "num_hidden_layers": 3, "sliding_window": 9,
     "query_pre_attn_scalar": 8,
 }  # fmt: skip
+GEMMA3 = {
+    **GEMMA2,
+    "model_type": "gemma3_text",
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+}
 PHI3_ROPE = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 3.0, 5.0], "type": "su"}
 
 
@@ -276,6 +282,21 @@ class PaliGemma(Model):
         return tokens
 
 
+class Gemma3(PaliGemma):
+    """A window is shorter than an image. The text ends a run of image tokens."""
+
+    def make(self) -> None:
+        self.model = self.built(
+            "gemma3", vision_config=SIGLIP, text_config=GEMMA3, mm_tokens_per_image=4, image_token_id=TOKEN
+        )
+        self.saved({"size": {"height": SIDE, "width": SIDE}})
+
+    def logits(self, prompt: Prompt, more: list[int]) -> Tensor:
+        ids = torch.tensor([prompt.tokens + more])
+        pictures = self.inputs(prompt) if prompt.media else {}
+        return self.model(input_ids=ids, token_type_ids=(ids == TOKEN).long(), **pictures).logits[0]
+
+
 class Phi3Vision(Model):
     """transformers' CLIP and Phi-3, and a connector of ours."""
 
@@ -326,5 +347,5 @@ class Phi3Vision(Model):
 
 MODELS: dict[str, type[Model]] = {
     "llava": Llava, "internvl": InternVL, "internvl published": InternVLChat, "phi3": Phi3Vision,
-    "paligemma": PaliGemma,
+    "paligemma": PaliGemma, "gemma3": Gemma3,
 }  # fmt: skip

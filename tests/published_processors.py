@@ -9,12 +9,14 @@ from quire.text.images.preprocessor import read_image_preprocessor
 from quire.text.images.processor import ImageProcessor
 
 WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}
+WORDS |= {"<start_of_image>": 95, "<image_soft_token>": 96, "<end_of_image>": 97}
 PIECES = {token: word for word, token in WORDS.items()}
 TEXT_CONFIGS = {
     "llava-onevision-7b": {"text_config": {"hidden_size": 64}},
     "internvl2-8b": {"llm_config": {"hidden_size": 64}},
     "phi-3-vision": {"hidden_size": 64},
     "paligemma2-10b": {"text_config": {"hidden_size": 3584}},
+    "gemma-3-4b": {"text_config": {"hidden_size": 2560}},
     "llama-3.2-11b-vision": {"text_config": {"hidden_size": 64}},
 }
 

@@ -33,6 +33,12 @@ GEMMA2 = {
 }  # fmt: skip
 OPT = {**SMALL, "hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "word_embed_proj_dim": 32, "dropout": 0.0}
 GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+GEMMA4 = {
+    **WINDOW, "num_hidden_layers": 4, "global_head_dim": 16, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": False,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24}
 FAMILIES = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "mistral": lambda: transformers.MistralConfig(**WINDOW),
@@ -51,6 +57,7 @@ FAMILIES = {
         **{**WINDOW, "num_hidden_layers": 4}, layer_types=["full_attention", *["sliding_attention"] * 3]
     ),
     "gemma2": lambda: transformers.Gemma2Config(**GEMMA2),
+    "gemma4": lambda: transformers.Gemma4TextConfig(**GEMMA4),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **{**WINDOW, "num_hidden_layers": 3}, sliding_window_pattern=3, tie_word_embeddings=False,
         rope_parameters={
@@ -59,13 +66,17 @@ FAMILIES = {
         },
     ),
 }  # fmt: skip
-UNLIKE = ["ministral", "gemma2", "gemma3", "gpt_oss"]  # layers with a window beside layers without
+UNLIKE = ["ministral", "gemma2", "gemma3", "gemma4", "gpt_oss"]  # layers with a window beside layers without
 MORE = {"qwen2": lambda: transformers.Qwen2Config(**SIZES)}
 FRAMED: dict[str, Any] = {  # families that differ from the others in their declaration alone
     "smollm3": lambda: transformers.SmolLM3Config(
         **{**SIZES, "num_hidden_layers": 3}, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=9
     ),
     "olmo2": lambda: transformers.Olmo2Config(**SIZES),
+    "gemma4, per-layer inputs": lambda: transformers.Gemma4TextConfig(
+        **{**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 2},
+    ),
+    "gemma4, experts": lambda: transformers.Gemma4TextConfig(**GEMMA4, **GEMMA4_EXPERTS),
 }
 LENGTHS = (1, 5, 16, 23, 37, 40)
 NEW = 20
@@ -94,7 +105,7 @@ class Oracle:
     def __init__(self, family: str, folder: Path, compared: Compared) -> None:
         self.compared = compared
         self.model = random_model((FAMILIES | MORE | FRAMED)[family]())
-        if family in ("gemma2", "gemma3"):  # so that they depend less on the scaled embedding of the last token
+        if family.startswith("gemma"):  # so that they depend less on the scaled embedding of the last token
             self.model.model.embed_tokens.weight.data.mul_(0.1)
         self.folder = folder
         self.model.save_pretrained(folder)
@@ -315,7 +326,7 @@ def assert_same(ran: Ran, expected: Ran) -> None:
     ("family", "page_size"),
     [
         ("mistral", 4), ("mistral", 16), ("opt", 4), ("gpt2", 16), ("mixtral", 16), ("qwen2_moe", 4),
-        ("qwen3_moe", 1),
+        ("qwen3_moe", 1), ("gemma4, per-layer inputs", 4),
         *((family, size) for family in ("llama", *UNLIKE) for size in (1, 4, 16)),
     ],
 )  # fmt: skip

@@ -261,3 +261,21 @@ def test_every_named_shape_that_sees_has_a_plan(name: str, mode: str, monkeypatc
     rows = spec.vision.max_embeds
     media = (ImageItem(bytes(32), 1, rows if spec.images_replace_tokens else 1, rows),)
     assert memory.fits([min(rows + 300, plan.max_len)], rows + 50, media)
+
+
+def test_heads_of_two_sizes_share_large_pages() -> None:
+    """Gemma-4 31B in 30 GiB: a large page holds 16 tokens of the 50 layers with a window, or 160 of the 10 others. A
+    sequence may be as long as the model's limit, and three times as many of 8,192 tokens fit as in uniform pages."""
+    spec, large, held = read_spec(named_config("gemma-4-31b")), 16 * 50 * 2 * 16 * 256 * 2, {}
+    assert {(one.kv_heads, one.head_dim, one.window) for one in spec.layers} == {(16, 256, 1024), (4, 512, None)}
+    for kind in ("paged", "uniform"):
+        given: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 512, "memory": kind}
+        plan = planned(spec, kv_gib=30, **given)
+        size = MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes)
+        memory = build_memory(settings(**given).with_device_defaults("cuda"), spec, size)
+        together = next(count for count in range(1, 99) if not memory.fits([8192] * count)) - 1
+        held[kind] = plan.max_len, together
+        if kind == "paged":
+            assert memory.kv_config.large_bytes == large
+            assert [group.page_bytes for group in memory.kv_config.groups] == [large, large // 10]
+    assert held == {"paged": (262_144, 13), "uniform": (35_744, 4)}

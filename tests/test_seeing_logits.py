@@ -17,6 +17,7 @@ from test_unlike_logits import assert_said, check_branches, engine_of, serving
 from quire import SamplingParams
 from quire.core.engine import Engine
 from quire.errors import InputError, PromptTooLong
+from quire.protocol.images import clip_at_image
 from quire.protocol.step_plan import ImageEncoding, StepPlan
 
 NEW = 6
@@ -100,8 +101,8 @@ def check(
 
 
 def chunk_of(case: str, chunk: int) -> int:
-    """PaliGemma's prompts are computed in one step."""
-    return max(chunk, 64) if case == "paligemma" else chunk
+    """PaliGemma's prompts are computed in one step, and Gemma-3's images."""
+    return max(chunk, {"paligemma": 64, "gemma3": 5}.get(case, 1))
 
 
 RANKS: list[tuple[str, dict[str, Any]]] = [
@@ -110,8 +111,8 @@ RANKS: list[tuple[str, dict[str, Any]]] = [
     for chunk, more in (
         (7, {}),
         (16, {"preemption": "recompute", "vision_cache": "off"}),
-        # A rank's keys and values of a token of PaliGemma's are less than a row.
-        (16, {"preemption": "swap", "vision_cache": "pages" if case == "paligemma" else "inside"}),
+        # A rank's keys and values of a token of a Gemma are less than a row.
+        (16, {"preemption": "swap", "vision_cache": "pages" if "gemma" in case else "inside"}),
     )
 ]
 
@@ -197,12 +198,12 @@ def test_logits_without_caching(saved: Any, case: str, vision_cache: str) -> Non
     entries = check(saved(case), case, enable_prefix_caching=False, **settings)
     parts = 2 * sum(one.parts for prompt in given for one in prompt.pictures)
     total = sum(entry.num_parts for entry in entries)
-    assert total > parts if vision_cache == "off" and case != "paligemma" else total >= parts
+    assert total > parts if vision_cache == "off" and "gemma" not in case else total >= parts
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 @pytest.mark.parametrize("settings", [{}, {"page_sizes": "max"}, {"memory": "uniform"}], ids=str)
-@pytest.mark.parametrize("case", ["llava", "paligemma"])
+@pytest.mark.parametrize("case", ["llava", "paligemma", "gemma3"])
 def test_logits_in_other_memories(saved: Any, case: str, settings: dict[str, Any], attention: str) -> None:
     check(saved(case), case, 2, max_num_batched_tokens=64, attention=attention, **settings)
 
@@ -287,6 +288,23 @@ def test_longer_than_a_phi3_was_trained_for(saved: Any) -> None:
     assert len(prompt.tokens) > 1024
     assert_said(tops, model.following(prompt, tokens))
     engine.close()
+
+
+def test_an_image_that_sees_all_of_itself_is_computed_in_one_step(saved: Any) -> None:
+    model = saved("gemma3")
+    prompt = model.prompt([1, 2, 3], model.shown(9, 9))
+    engine = engine_of(model, max_num_batched_tokens=3)
+    with pytest.raises(PromptTooLong, match=r"an image has 4 tokens, which attend to one another.* 3 at most"):
+        engine.add("0", prompt.tokens, SamplingParams(max_tokens=1), images=prompt.media)
+    engine.close()
+    assert [clip_at_image(prompt.media, *at) for at in ((0, 9), (0, 7), (0, 6), (2, 2), (3, 3), (5, 2))] == [
+        9,
+        7,
+        3,
+        1,
+        0,
+        2,
+    ]
 
 
 def test_a_prompt_that_attends_both_ways_is_computed_in_one_step(saved: Any) -> None:

@@ -113,7 +113,7 @@ def two_steps(
     turned = []
     for x in raw:
         angles = None if rotary is None else rotary.angles_at(torch.arange(len(x), device=DEVICE), dtype)
-        turned.append(prepare_qkv(x, heads, angles, None))
+        turned.append(prepare_qkv(x, heads, cache.kv_heads, angles, None))
     last = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=DEVICE)
     earlier = [(i, 0, before) for i, (before, _) in enumerate(sizes) if before]
     present = [(i, before, now) for i, (before, now) in enumerate(sizes)]

@@ -31,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.kernels.forward_batch import LayerCache
+from quire.kernels.forward_batch import HeadNorms, LayerCache
 from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.kernels.triton import (
     activation,
@@ -64,6 +64,7 @@ DTYPE = torch.bfloat16
 HEADS = {  # query heads, key/value heads, their size, window (below 0: a chunk)
     "Llama-3-8B": (32, 8, 128, None), "windows": (32, 8, 128, 4096), "chunks": (40, 8, 128, -8192),
     "OPT-13B": (40, 40, 128, None), "Gemma-2-9B": (16, 8, 256, None), "many queries": (64, 1, 64, None),
+    "Gemma-4-31B": (32, 4, 512, None),
 }  # fmt: skip
 
 
@@ -148,18 +149,22 @@ def attend() -> None:
             decode.decode(zeros(8, heads, dim), with_sinks, tables, ints(8), ints(8), splits=4, pdl=PDL)
             prefill.prefill(zeros(4, heads, dim), with_sinks, tables, zeros(3, 4, dtype=torch.int32))
         for small in (False, True):
-            tiles = zeros(3, 4, dtype=torch.int32)
-            for whole in (False, True):
-                prefill.prefill(zeros(4, heads, dim), cache, tables, tiles, small=small, bidirectional=whole)
+            for whole, in_window in ((False, False), (True, False), (True, True)):
+                prefill.prefill(
+                    zeros(4, heads, dim), cache, tables, zeros(3, 4 + whole, dtype=torch.int32), small=small,
+                    bidirectional=whole, in_window=in_window,
+                )  # fmt: skip
         if CAPABILITY == 90 and prefill_hopper.supports(cache):
             apart = replace(cache, values=zeros(64, 2, kv, 16, dim)[:, 0], softcap=50.0)
             for one in (cache, replace(cache, contiguous=True), apart):
-                prefill_hopper.prefill(zeros(4, heads, dim), one, tables, tiles)
+                prefill_hopper.prefill(zeros(4, heads, dim), one, tables, zeros(3, 4, dtype=torch.int32))
         qkv = zeros(4, heads + 2 * kv, dim)
         turns = torch.zeros(64, 2, dim // 2)
-        for norms in (None, (zeros(dim), zeros(dim), 1e-6), (torch.zeros(dim), torch.zeros(dim), 1e-6)):
+        short, wide = (SimpleNamespace(weight=weight, eps=1e-6) for weight in (zeros(dim), torch.zeros(dim)))
+        given = (None, HeadNorms(short, short), HeadNorms(wide, wide), HeadNorms(short, short, short))
+        for norms, rows in ((norms, rows) for norms in given for rows in (qkv, qkv[:, : heads + kv])):
             rope_write.rope_write(
-                qkv, qkv[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, norms=norms, pdl=PDL
+                rows, rows[:, :heads], cache, tables, ints(4), ints(4), rotary=turns, norms=norms, pdl=PDL
             )
 
 

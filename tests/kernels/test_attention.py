@@ -17,8 +17,10 @@ from quire.kernels import sdpa
 from quire.kernels.contiguous import ContiguousBackend
 from quire.kernels.cpu.backend import NativeBackend
 from quire.kernels.cpu.library_loader import library
+from quire.kernels.forward_batch import ForwardBatch, LayerCache
 from quire.kernels.reference import ReferenceBackend, paged_attention
 from quire.kernels.sdpa import SdpaBackend
+from quire.kernels.triton.backend import TritonBackend
 from quire.protocol.model_spec import LayerSpec
 
 BACKENDS: dict[str, type[Any]] = {"reference": ReferenceBackend, "sdpa": SdpaBackend}
@@ -91,6 +93,41 @@ def test_sinks_are_those_of_gpt_oss() -> None:
         pages[order] = numbers.view(kv_heads, 6, size, dim).transpose(0, 1)
     got = paged_attention(q[:, -1], keys, values, order, tokens - 1, scale=dim**-0.5, sinks=module.sinks)
     torch.testing.assert_close(got, expected[0, 0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 7, 24])
+@pytest.mark.parametrize("backend", [*BACKENDS.values(), TritonBackend], ids=[*BACKENDS, "triton"])
+def test_the_tokens_of_an_image_see_one_another(backend, window) -> None:
+    """And what is before, within their windows (Gemma-3). The step begins within an image, and has another row."""
+    images, size, start, length = {1: [(3, 12), (20, 37), (37, 41)]}, 4, 6, 50
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(length, heads, 16, generator=generator) for heads in (4, 2, 2))
+    keys, values = pages = torch.full((2, 30, 2, size, 16), torch.nan)
+    pages[:, 0] = 0  # the scratch page is finite
+    table = torch.zeros(3, 13, dtype=torch.int64)
+    table[1], table[2] = torch.randperm(13, generator=generator) + 1, torch.arange(13) + 15
+    at = torch.arange(length)
+    for slot, count in ((1, start), (2, 45)):
+        for part, history in ((keys, k), (values, v)):
+            part[table[slot, at[:count] // size], :, at[:count] % size] = history[:count]
+    cache = LayerCache(keys.to(DEVICE), values.to(DEVICE), 4, 0.25, window=window)
+    positions, counts = torch.cat((at[start:], at[45:46])), np.array([length - start, 1])
+    batch = ForwardBatch(
+        torch.zeros_like(positions, device=DEVICE), positions.to(DEVICE),
+        torch.tensor([1] * (length - start) + [2], device=DEVICE), torch.tensor([43, 44], device=DEVICE),
+        np.array([1, 2]), np.array([start, 45]), counts, np.array([0, length - start]), np.array([0, 1]),
+        [table.to(DEVICE)],
+    )  # fmt: skip
+    batch, attention = batch.split_at_images(images), backend()
+    assert batch.sampled_rows.tolist() == [4, 5]
+    rows = torch.cat((at[start:], at[45:46]))
+    got = attention.attend(*(x[rows].to(DEVICE) for x in (q, k, v)), cache, attention.plan(batch, cache))
+    image = torch.tensor([next((i for i, (a, b) in enumerate(images[1]) if a <= p < b), -1) for p in range(length)])
+    seen = (at <= at[:, None]) | ((image[:, None] == image) & (image >= 0))
+    seen &= torch.ones_like(seen) if window is None else at > at[:, None] - window
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.25
+    want = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(2), v.repeat_interleave(2, 1))
+    torch.testing.assert_close(got.cpu(), want[rows], atol=1e-5, rtol=1e-4)
 
 
 def test_a_bucket_keeps_to_the_most_scores_when_it_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,11 +31,14 @@ class DenseContext:
     def attend(self, layer, qkv, rotary=None, norms=None, last=False) -> Tensor:
         spec = self.spec.layers[layer]
         angles = None if rotary is None else rotary.angles_at(self.positions, qkv.dtype)
-        q, k, v = prepare_qkv(qkv, self.spec.heads, angles, norms)
-        assert k.shape[1:] == v.shape[1:] == (spec.kv_heads, spec.head_dim)
+        q, k, v = prepare_qkv(qkv, self.spec.heads, spec.kv_heads, angles, norms)
         assert q.shape[1:] == (self.spec.heads, spec.head_dim)
-        self.keys[layer].append(k)
-        self.values[layer].append(v)
+        if spec.kv_source_layer is None:
+            assert k.shape[1:] == v.shape[1:] == (spec.kv_heads, spec.head_dim)
+            self.keys[layer].append(k)
+            self.values[layer].append(v)
+        else:
+            layer = spec.kv_source_layer
         group = q.shape[1] // spec.kv_heads
         k = torch.cat(self.keys[layer]).float().repeat_interleave(group, dim=1)
         v = torch.cat(self.values[layer]).float().repeat_interleave(group, dim=1)
@@ -51,6 +54,9 @@ class DenseContext:
         if spec.has_sinks:
             scores = torch.cat((scores, self.sinks[layer][:, None, None].expand(-1, len(q), 1)), -1)
         return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., : len(k)], v).to(q.dtype)
+
+    def merge_image_embeddings(self, x: Tensor) -> Tensor:
+        return x
 
     def select_logits_rows(self, x: Tensor) -> Tensor:
         return x

@@ -33,6 +33,17 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions"
 GEMMA = {**LLAMA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 5, "query_pre_attn_scalar": 11}
 GEMMA2 = {**GEMMA, "attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}  # so tight that they matter
 GEMMA3 = {**GEMMA, "num_hidden_layers": 7}
+GEMMA4 = {
+    **GEMMA, "num_hidden_layers": 4, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0, "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+    },
+}  # fmt: skip
+GEMMA4_SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "output_hidden_states": True}
+GEMMA4_INPUTS = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 99}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
@@ -156,6 +167,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3_Text",
         {**GEMMA3, "final_logit_softcapping": 1.5, "attention_bias": True, "tie_word_embeddings": False},
     ),
+    "gemma4": ("Gemma4_Text", GEMMA4),
+    "gemma4, shared keys and values, softcap": (
+        "Gemma4_Text",
+        {**GEMMA4, **GEMMA4_SHARED, "final_logit_softcapping": 1.5, "attention_bias": True, "attention_k_eq_v": False},
+    ),
+    "gemma4, experts": ("Gemma4_Text", {**GEMMA4, **GEMMA4_EXPERTS}),
+    "gemma4, per-layer inputs": ("Gemma4_Text", {**GEMMA4, **GEMMA4_SHARED, **GEMMA4_INPUTS}),
+    "gemma4, all": ("Gemma4_Text", {**GEMMA4, **GEMMA4_SHARED, **GEMMA4_EXPERTS, **GEMMA4_INPUTS}),
     "opt": ("OPT", OPT),
     "opt, norm after, projected": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24}),
     "opt, norm before, projected": ("OPT", {**OPT, "word_embed_proj_dim": 48}),
@@ -166,13 +185,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def layer_scalars(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers that a checkpoint has."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+
+
 def reference(family: str, options: dict[str, Any], folder: Path, **save: Any) -> transformers.PreTrainedModel:
     """transformers' model with random weights (norms and biases too), saved to `folder`."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family.lower(), **options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *layer_scalars(model)):
             parameter.add_(torch.randn_like(parameter) * 0.15)
     model.save_pretrained(folder, **save)
     return model
@@ -201,7 +225,6 @@ def test_every_declared_family_has_a_case() -> None:
         "Qwen3MoeForCausalLM",
         "GptOssForCausalLM",
         "Gemma3ForCausalLM",
-        "Gemma3ForConditionalGeneration",
         "GPT2LMHeadModel",
         *(
             "JambaForCausalLM",
@@ -229,7 +252,8 @@ def test_logits_and_parameter_counts(case: str, tmp_path: Path) -> None:
         got = run(ours, DenseContext(read_spec(config)), tokens)
     assert expected.std() > 0.1
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-    assert read_spec(config).parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    theirs_have = sum(parameter.numel() for parameter in (*theirs.parameters(), *layer_scalars(theirs)))
+    assert read_spec(config).parameters == theirs_have
 
 
 @pytest.mark.parametrize("case", ["mistral", "qwen3", "opt, norm after, projected", "gpt2", "gpt_oss"])
@@ -281,7 +305,9 @@ def test_the_text_of_a_model_that_reads_pictures(short: bool, tmp_path: Path) ->
               "image_size": 28, "patch_size": 14}  # fmt: skip
     text = {**GEMMA3, "rope_parameters": ROPES, "max_position_embeddings": 131_072}
     text |= {"num_attention_heads": 8, "num_key_value_heads": 4} if short else {}
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=96
+    )
     theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -338,3 +364,29 @@ def test_the_text_of_a_qwen3_5_that_reads_pictures(kind: str, tmp_path: Path) ->
     spec = read_spec(read_config(tmp_path))
     torch.testing.assert_close(run(built(tmp_path), DenseContext(spec), tokens), expected, atol=1e-4, rtol=0)
     assert spec.parameters == sum(parameter.numel() for parameter in theirs.model.language_model.parameters()) + 97 * 32
+
+
+def test_the_text_of_a_gemma4_with_encoders(tmp_path: Path) -> None:
+    """With the sizes of layers as they were published before `per_layer_config`."""
+    torch.manual_seed(0)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}  # fmt: skip
+    text = {**GEMMA4, "use_bidirectional_attention": "vision", "final_logit_softcapping": 1.5}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in (*theirs.parameters(), *layer_scalars(theirs)):
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    theirs.save_pretrained(tmp_path)
+    assert any("vision_tower" in name for name in load_file(tmp_path / "model.safetensors"))
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["text_config"]["per_layer_config"]
+    stored["text_config"] |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    stored["text_config"] |= {"hidden_size_per_layer_input": None, "num_experts": None, "moe_intermediate_size": None}
+    path.write_text(json.dumps(stored))
+    tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None]).logits[0]
+    got = run(built(tmp_path), DenseContext(read_spec(read_config(tmp_path))), tokens)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)

@@ -41,7 +41,8 @@ def test_parameters_are_those_of_the_built_module_and_of_transformers(name: str)
         config = transformers.AutoConfig.for_model(config["model_type"], **options)
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     unread = sharers * 2 * theirs.model.layers[0].self_attn.k_proj.weight.numel() if sharers else 0
-    assert parameters == sum(parameter.numel() for parameter in theirs.parameters()) - unread
+    buffers = sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("layer_scalar"))
+    assert parameters == sum(parameter.numel() for parameter in theirs.parameters()) + buffers - unread
 
 
 OLMO2 = "Olmo2ForCausalLM"  # which ranks do not divide
@@ -78,11 +79,12 @@ def test_parameters_of_models_that_see(name: str) -> None:
     total = spec.parameters + spec.vision.parameters
     assert total == sum(parameter.numel() for parameter in model.parameters())
     if "text_config" in config:
-        kind = {"llava-onevision-7b": "llava_onevision", "paligemma2-10b": "paligemma"}.get(name, "mllama")
+        kinds = {"llava-onevision-7b": "llava_onevision", "paligemma2-10b": "paligemma", "gemma-3-4b-vision": "gemma3"}
+        kind = kinds.get(name, "mllama")
         sections = {key: value for key, value in config.items() if key.endswith(("_config", "_index", "_dim"))}
         del sections["preprocessor_config"]
         with torch.device("meta"):
-            config = transformers.AutoConfig.for_model(kind, tie_word_embeddings=kind == "paligemma", **sections)
+            config = transformers.AutoConfig.for_model(kind, tie_word_embeddings="gemma" in kind, **sections)
             theirs = transformers.AutoModelForImageTextToText.from_config(config)
         unread = 2 * 1152 if kind == "llava_onevision" else 0  # a norm behind the tower
         assert total == sum(parameter.numel() for parameter in theirs.parameters()) - unread
@@ -128,7 +130,7 @@ def test_unknown_architectures_are_refused_with_the_list_of_known_ones(architect
 
 OPTIONS: dict[str, list[tuple[dict[str, Any], str]]] = {}
 OPTIONS["llama-125m"] = [
-    ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "rope_type 'proportional'"),
+    ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type 'axial'"),
     ({"rope_scaling": {"type": "linear"}}, "no factor"),
     ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor in rope_scaling"),
     ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must be one flat object, got .*'full_attention'"),
@@ -167,6 +169,20 @@ OPTIONS["gemma-2-2b"] = [
     ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ({"rope_parameters": {"full_attention": FLAT, "sliding_attention": FLAT}}, "rope_parameters must be one flat"),
 ]  # fmt: skip
+OPTIONS["gemma-4-31b"] = [
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'"),
+    ({"layer_types": ["sliding_attention"] * 60}, "the last of layer_types .* is sliding_attention. It must be full"),
+    ({"num_kv_shared_layers": 55}, "num_kv_shared_layers in config.json is 55, of 60 layers"),
+    ({"num_global_key_value_heads": 5}, "32 .* is not a multiple of num_global_key_value_heads 5"),
+    ({"global_head_dim": 511}, "global_head_dim in config.json is 511. It must be even"),
+    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling="),
+    ({"per_layer_config": {"0": {"head_dim": 512}}}, "per_layer_config of config.json has '0': .*of layers with full"),
+    ({"per_layer_config": {"5": {"sliding_window": 8}}}, "per_layer_config .* has '5': {'sliding_window': 8}"),
+    ({"per_layer_config": {"5": {"head_dim": "x"}}}, "head_dim in per_layer_config of config.json, layer 5 must be"),
+    ({"enable_moe_block": True}, "has no num_experts"),
+    ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}, "top_k_experts .* from 1 to 4, got 5"),
+    ({"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input .* is 9, and"),
+]
 OPTIONS["gemma-3-4b"] = [
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     ({"sliding_window_pattern": 0}, "sliding_window_pattern in config.json must be an integer from 1 to .*, got 0"),

@@ -53,6 +53,9 @@ MORE = {
     "full_attention_interval": 2, "attn_output_gate": True,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
+    "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": True, "enable_moe_block": True, "top_k_experts": 2, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 262_208,
 }  # fmt: skip
 
 
@@ -119,9 +122,12 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
         config["layer_types"] = None
     if architecture in ("JambaForCausalLM", "NemotronHForCausalLM"):
         config["sliding_window"] = None
+    if architecture.startswith("Gemma4"):
+        config["per_layer_config"] = {"1": {"head_dim": 64, "num_key_value_heads": 1}}
+        config["rope_parameters"] = {"full_attention": config.pop("rope_scaling"), "sliding_attention": {}}
     if architecture.startswith(("Qwen3Next", "Qwen3_5")):
         config |= {"use_sliding_window": False, "layer_types": None}
-    if architecture in ("Gemma3ForConditionalGeneration", *TEXTS):
+    if architecture in ("Gemma4ForConditionalGeneration", *TEXTS):
         config = {"architectures": [architecture], "text_config": config}
     every_value(config)
 

@@ -31,7 +31,8 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
         "llama, one kv head a query head", "llama, tied", "llama, biases", "mistral", "qwen2", "qwen3", "phi3",
         "phi3, as Phi-4-mini", "mixtral", "gpt_oss", "qwen2_moe, dense layers, normalised", "qwen3_moe",
         "qwen3_next, attention alone, biased", "smollm3, listed, windows, biased",
-        "gemma2", "gemma2, untied, biased", "gemma3", "opt", "opt, norm after, projected", "opt, no final norm", "gpt2",
+        "gemma2", "gemma2, untied, biased", "gemma3", "gemma4", "gemma4, shared keys and values, softcap",
+        "gemma4, experts", "gemma4, all", "opt", "opt, norm after, projected", "opt, no final norm", "gpt2",
         "gpt2, n_inner",
     )},
     "llama, two heads a copied kv head": ("Llama", WIDE),
@@ -179,6 +180,11 @@ def test_norms_over_all_heads_are_not_divided() -> None:
     with pytest.raises(StartupError, match="--tp is 2, and the model normalises the queries of all heads together"):
         read_spec(config, Shard(0, 2))
     assert read_spec(config, Shard(0, 1, 1, 2)).parameters == read_spec(config).parameters
+
+
+def test_inputs_of_layers_are_not_sent_between_stages() -> None:
+    with pytest.raises(StartupError, match="--pp is 2, and each layer of the model has an input that its first stage"):
+        read_spec(named_config("gemma-4-e2b"), Shard(0, 1, 0, 2))
 
 
 def test_what_key_heads_keep_of_a_prompt_needs_all_of_their_query_heads() -> None:

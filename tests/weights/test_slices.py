@@ -55,6 +55,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2, tied": {**named_config("qwen2-7b"), **KEYS, "tie_word_embeddings": True},
     "phi3": {**named_config("llama-125m"), **KEYS, "architectures": ["Phi3ForCausalLM"], "pad_token_id": 0},
     "gemma2": {**named_config("gemma-2-2b"), **KEYS, "head_dim": 16},
+    "gemma4": {
+        **named_config("gemma-4-26b-a4b"), **KEYS, "head_dim": 16, "global_head_dim": 32, "num_experts": 4,
+        "num_global_key_value_heads": 2, "layer_types": ["sliding_attention", "full_attention"], "top_k_experts": 2,
+        "moe_intermediate_size": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512,
+    },
     "opt": {**named_config("opt-125m"), **OPT},
     "gpt2": {**named_config("gpt2"), **GPT2},
     "jamba": {**named_config("jamba-52b"), **KEYS, "num_hidden_layers": 4, "num_experts": 4, "attn_layer_period": 3,

@@ -177,6 +177,13 @@ class Engine:
                 f"them, and a step has {self.scheduler.token_budget} at most (--max-num-batched-tokens)",
                 "prompt",
             )
+        widest = max((image.num_tokens for image in images), default=0)
+        if kv_config.whole_images and widest > self.scheduler.token_budget:
+            raise PromptTooLong(
+                f"an image has {widest} tokens, which attend to one another: one step computes all of them, and a step "
+                f"has {self.scheduler.token_budget} at most (--max-num-batched-tokens)",
+                "prompt",
+            )
         max_tokens = self.limits.resolve_max_tokens(len(tokens), params, width, max_seqs, fits)
         if method is not None:
             method.resolve_top(method_context(params, max_tokens, self.scheduler.eos_ids))

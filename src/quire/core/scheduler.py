@@ -36,6 +36,7 @@ from quire.core.speculation import (
 from quire.memory.answers import Deferred, EvictionLimit
 from quire.memory.interface import KVMemory
 from quire.memory.prefix_demand import MAX_EXPECTED
+from quire.protocol.images import clip_at_image
 from quire.protocol.seeds import branch_seed
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import (
@@ -98,6 +99,7 @@ class Scheduler:
         self.drafts_in_flight = False  # with stages: some step so far had drafts
         kv_config = memory.kv_config
         self.clip_chunk = kv_config.clip_chunk if kv_config.budget or kv_config.both_ways else None
+        self.whole_images = kv_config.whole_images
         self.encoder_budget = EncoderBudget(memory, token_budget) if kv_config.has_images else None
         self.waiting, self.swapped = RequestQueue(), deque[Request]()
         self.running: dict[Request, None] = {}  # in order of arrival
@@ -252,7 +254,8 @@ class Scheduler:
             seq.drafted = min(seq.drafted, seq.prefix_source.draft_planned)
             seq.prefix_source = None
         count = min(len(seq.tokens) + seq.pending_samples - seq.planned, budget)
-        return count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
+        count = count if self.clip_chunk is None else self.clip_chunk(seq.prompt_len, seq.planned, count)
+        return clip_at_image(seq.images, seq.planned, count) if self.whole_images else count
 
     def _add_drafts(self, slices: list[SeqSlice], chosen: StepDrafts) -> dict[int, int]:
         """Add draft tokens to slices, oldest request first, as many as the budget has room for, if the memory has:

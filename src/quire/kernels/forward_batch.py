@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -27,8 +27,22 @@ class RotaryTable(Protocol):
 class HeadNorm(Protocol):
     """An RMS norm of one head."""
 
-    weight: Tensor
-    eps: float
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def __call__(self) -> Callable[..., Tensor]: ...
+
+
+class HeadNorms(NamedTuple):
+    """The norms of each query, key and value of a layer, all with one eps; None: these are not normalised."""
+
+    q: HeadNorm
+    k: HeadNorm | None
+    v: HeadNorm | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +200,8 @@ class ForwardBatch:
     token; `sampled_rows` [S], the rows that sample. `tables` are the groups' page tables [slots, logical pages] on the
     device. `prompt_lens`, only where layers have budgets: the prompt lengths of the rows [R] on the host, and of the
     tokens [T] on the device. `bidirectional` [R], on the host, is true for prompts with bidirectional attention: each
-    token sees all positions up to the row's last one, whatever the layer's window (None: no row is bidirectional).
+    token sees all positions up to the row's last one, whatever the layer's window, or with `bidirectional_in_window`
+    those of them that the window begins with for this token (None: no row is bidirectional).
     `state_rows` are the rows of layers with states, if these have others.
     """
 
@@ -202,6 +217,7 @@ class ForwardBatch:
     tables: Sequence[Tensor]
     prompt_lens: tuple[np.ndarray, Tensor] | None = None
     bidirectional: np.ndarray | None = None
+    bidirectional_in_window: bool = False
     state_rows: StateRows | None = None
     _per_budget: dict[int, ForwardBatch] = field(default_factory=dict)
     _slot_mappings: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -251,7 +267,34 @@ class ForwardBatch:
             at, self.slots[rows], (self.starts + self.lengths)[rows] - 1, np.ones(count, dtype=np.int64),
             np.arange(count), np.arange(count), self.tables,
             None if self.prompt_lens is None else (self.prompt_lens[0][rows], self.prompt_lens[1].index_select(0, at)),
-            None if self.bidirectional is None else self.bidirectional[rows],
+            None if self.bidirectional is None else self.bidirectional[rows], self.bidirectional_in_window,
+        )  # fmt: skip
+
+    def split_at_images(self, images: Mapping[int, Sequence[tuple[int, int]]]) -> ForwardBatch:
+        """Return the batch with a bidirectional row for each run of an image's tokens, and other rows for the tokens
+        between. `images` has the first position of each image and the one after it, in order, by slot. The tokens of an
+        image end in one step."""
+        rows, sampled, last = list[tuple[int, int, int, int, bool]](), set(self.sampled_rows.tolist()), list[int]()
+        columns = zip(self.slots.tolist(), self.starts.tolist(), self.lengths.tolist(), self.offsets.tolist())
+        for row, (slot, start, length, offset) in enumerate(columns):
+            at, end = start, start + length
+            for first, stop in images.get(slot, ()):
+                if stop <= at or first >= end:
+                    continue
+                assert stop <= end, "a step computes all of an image that is not computed yet"
+                if first > at:
+                    rows.append((slot, at, first - at, offset + at - start, False))
+                    at = first
+                rows.append((slot, at, stop - at, offset + at - start, True))
+                at = stop
+            if at < end:
+                rows.append((slot, at, end - at, offset + at - start, False))
+            if row in sampled:
+                last.append(len(rows) - 1)
+        slots, starts, lengths, offsets, both_ways = (np.array(column) for column in zip(*rows))
+        return replace(
+            self, slots=slots, starts=starts, lengths=lengths, offsets=offsets, bidirectional=both_ways,
+            bidirectional_in_window=True, sampled_rows=np.array(last, dtype=np.int64),
         )  # fmt: skip
 
     def slot_mapping(self, cache: LayerCache) -> tuple[Tensor, Tensor]:

@@ -21,11 +21,8 @@ MAX_GRAPH_ROWS = 1024
 MAX_GRAPH_TOKENS = 1024
 """Tokens of the largest step with prompts that is replayed as CUDA graphs."""
 
-MAX_GQA_GROUP = 64
-"""The most query heads that share a key head in the Triton kernels."""
-
-MAX_HEAD_DIM = 256
-"""The largest head_dim of the Triton kernels."""
+MAX_GQA_GROUPS = {256: 64, 512: 16}
+"""Head sizes up to these -> the most query heads that share a key head in the Triton kernels."""
 
 MAX_CPU_SPLITS = 16
 """The most splits of one context in the CPU kernels."""

@@ -15,11 +15,12 @@ from quire.protocol.kv_cache_config import KVCacheLayout
 
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, position: int, *, scale: float,
-    window: int | None = None, softcap: float | None = None, chunk: int | None = None, sinks: Tensor | None = None,
+    window: int | None = None, softcap: float | None = None, chunk: int | None = None, last: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention of one query over pages: q [heads, dim], keys and values [pages, kv_heads, page_tokens,
     dim], table [logical pages] -> [heads, dim]. The query at `position` sees positions 0 .. position, the last `window`
-    of them, or those of its `chunk`.
+    of them, or those of its `chunk`; with `last` it also sees those after it, up to this one.
 
     For each page j: A_j = exp(q K_j^T * scale), o = sum_j A_j V_j / sum_j A_j; the running maximum avoids overflow.
     With `sinks` [heads] the divisor has one more term for each head, exp(sink).
@@ -36,9 +37,10 @@ def paged_attention(
     if sinks is not None:
         best, total = sinks.to(work).view_as(best), torch.ones_like(best)
     out = torch.zeros_like(query)
-    for j in range(first // size, position // size + 1):
+    last = position if last is None else last
+    for j in range(first // size, last // size + 1):
         at = torch.arange(j * size, (j + 1) * size, device=q.device)
-        seen = (at >= first) & (at <= position)
+        seen = (at >= first) & (at <= last)
         page = table[j]
         # Select, never multiply: the unwritten end of a reused page may hold NaN, and 0 * NaN is NaN.
         key = torch.where(seen[:, None], keys[page].to(work), 0.0)
@@ -96,14 +98,19 @@ class ReferenceBackend:
         tables = batch.tables[cache.group]
         bidirectional = np.repeat(query_batch.bidirectional_mask, query_batch.lengths)
         row_ends = np.repeat(query_batch.starts + query_batch.lengths - 1, query_batch.lengths)
-        last = np.where(bidirectional, row_ends, query_batch.positions.cpu())
-        bounds = [(None, None) if both_ways else (cache.window, cache.chunk) for both_ways in bidirectional]
+        positions = query_batch.positions.tolist()
+        last = np.where(bidirectional, row_ends, positions).tolist()
+        unbound = bidirectional & (not query_batch.bidirectional_in_window)
+        bounds = [(None, None) if both_ways else (cache.window, cache.chunk) for both_ways in unbound]
         return torch.stack(
             [
                 paged_attention(
                     query, cache.keys, cache.values, tables[slot], position,
-                    scale=cache.scale, window=window, softcap=cache.softcap, chunk=chunk, sinks=cache.sinks,
+                    scale=cache.scale, window=window, softcap=cache.softcap, chunk=chunk, last=end,
+                    sinks=cache.sinks,
                 )
-                for query, slot, position, (window, chunk) in zip(q, query_batch.token_slots, last.tolist(), bounds)
+                for query, slot, position, end, (window, chunk) in zip(
+                    q, query_batch.token_slots, positions, last, bounds
+                )
             ]
         )  # fmt: skip

@@ -194,9 +194,9 @@ def _attend_sdpa(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | N
 
 
 def _make_tiles(batch: ForwardBatch, cache: LayerCache) -> np.ndarray:
-    """Return the tiles, int64 [n, 7]: slot, first token of the step, queries, first position, first page, end position,
-    and 1 if the tile is bidirectional: every query sees all up to the end. Tiles of long contexts have fewer queries,
-    so that a tile's scores stay within MAX_SCORES."""
+    """Return the tiles, int64 [n, 7]: slot, first token of the step, queries, first position, first page, end
+    position, and 1 if the tile is bidirectional: every query sees all up to the end, or 2 if from its window on.
+    Tiles of long contexts have fewer queries, so that a tile's scores stay within MAX_SCORES."""
     ends = batch.context_lens(cache.group)
     rows = zip(batch.lengths.tolist(), ends.tolist())
     most = np.array([_max_queries(end, cache) if length > 1 else 1 for length, end in rows], dtype=np.int64)
@@ -208,9 +208,11 @@ def _make_tiles(batch: ForwardBatch, cache: LayerCache) -> np.ndarray:
     page = np.zeros_like(position)
     bidirectional = batch.bidirectional_mask[row]
     if cache.is_local:
-        page = np.where(bidirectional, 0, np.maximum(cache.first_visible(position), 0) // cache.page_tokens)
+        unbound = bidirectional & (not batch.bidirectional_in_window)
+        page = np.where(unbound, 0, np.maximum(cache.first_visible(position), 0) // cache.page_tokens)
     end = np.where(bidirectional, ends[row], position + queries)
-    return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, end, bidirectional], 1)
+    both_ways = bidirectional * (1 + batch.bidirectional_in_window)
+    return np.stack([batch.slots[row], batch.offsets[row] + cut, queries, position, page, end, both_ways], 1)
 
 
 def _max_queries(end: int, cache: LayerCache) -> int:
@@ -272,7 +274,7 @@ def _make_bucket(batch: ForwardBatch, cache: LayerCache, tiles: np.ndarray) -> B
         bidirectional = (both_ways > 0)[:, None, None]
         hidden = key_at > torch.where(bidirectional, (end - 1)[:, None, None], query_at)
         if cache.is_local:
-            hidden |= (key_at < cache.first_visible(query_at)) & ~bidirectional
+            hidden |= (key_at < cache.first_visible(query_at)) & (both_ways != 1)[:, None, None]
         hidden = hidden[:, None]
     indices = tokens[:, None] + np.minimum(np.arange(width), queries[:, None] - 1)
     real = np.arange(width) < queries[:, None]

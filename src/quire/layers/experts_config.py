@@ -12,9 +12,10 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 class ExpertsConfig:
     """A layer has `count` gated MLPs, experts, of `intermediate` columns each (`intermediate_key`: their key in
     config.json, for errors). A token uses the `per_token` most probable ones, weighted by their probabilities, which
-    are divided by their sum if `renormalize`. If there are `shared_intermediate` columns (`shared_key` in config.json),
-    each token also uses a shared expert with so many, weighted by the sigmoid of a product of its own if
-    `shared_gated`. With `biases` the router and all products of the experts have biases."""
+    are divided by their sum if `renormalize`. If there are `shared_intermediate` columns (`shared_key` in
+    config.json), each token also uses a shared expert with so many, weighted by the sigmoid of a product of its own
+    if `shared_gated`. With `biases` the router and all products of the experts have biases. With `scaled` the weight
+    of each expert is multiplied by a number of the checkpoint."""
 
     count: int
     per_token: int
@@ -25,6 +26,7 @@ class ExpertsConfig:
     biases: bool = False
     shared_key: str = "shared_expert_intermediate_size"
     shared_gated: bool = True
+    scaled: bool = False
 
     @property
     def columns(self) -> dict[str, int]:
@@ -34,7 +36,7 @@ class ExpertsConfig:
 
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's experts, the router's and the shared expert's included."""
-        routed = self.count * (3 * hidden * self.intermediate + hidden)
+        routed = self.count * (3 * hidden * self.intermediate + hidden + self.scaled)
         routed += self.biases * self.count * (2 * self.intermediate + hidden + 1)
         gate = hidden if self.shared_intermediate and self.shared_gated else 0
         return routed + 3 * hidden * self.shared_intermediate + gate

@@ -111,7 +111,7 @@ class MambaMixer(StateMixer):
         self.A = -torch.exp(self.A_log)
         for norm_module in self.norms:
             if norm_module.weight is None:  # FalconMamba's norms have no weight
-                norm_module.set_unit_weight(self.conv_weight.device)
+                norm_module.prepare()
         if self.A.is_cuda:
             from quire.kernels.triton import mamba_conv, mamba_scan, norm
             from quire.kernels.triton.launch import supports_pdl

@@ -87,6 +87,7 @@ class SparseMLP(nn.Module):
     """
 
     __call__: Callable[..., Tensor]
+    expert_scale: nn.Parameter | None
 
     def __init__(
         self, hidden: int, experts: ExpertsConfig, act: str, dtype: torch.dtype, device: torch.device,
@@ -105,35 +106,38 @@ class SparseMLP(nn.Module):
         if experts.shared_intermediate:
             self.shared = GatedMLP(hidden, experts.shared_intermediate, act, False, dtype, device, shard, True)
             self.shared_gate = Linear(hidden, 1, False, dtype, device) if experts.shared_gated else None
+        scale = nn.Parameter(torch.empty(self.experts, dtype=dtype, device=device), requires_grad=False)
+        self.register_parameter("expert_scale", scale if experts.scaled else None)
         self.route_kernel: Callable[..., Any] | None = None  # softmax and top-k in one launch
         self.experts_kernel: Callable[..., Tensor] | None = None
         self.packed: PackedExperts | None = None  # all of it, for a CPU
         self.low_bit: tuple[LowBitMatrix, LowBitMatrix] | None = None  # gate and up, and down, on a GPU
         self.deterministic = self.pdl = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """Return the output for x [T, hidden], whose experts `router_input` [T, hidden] chooses (None: x)."""
         shared = None if self.shared is None else self.shared(x)
         gate = None if self.shared_gate is None else self.shared_gate(x)
         if self.packed is not None:
-            gated = None if gate is None else shared
-            out = self.packed(x, self.router(x), self.top_k, self.renormalize, gated, gate)
+            gated, logits = None if gate is None else shared, self.router(x if router_input is None else router_input)
+            out = self.packed(x, logits, self.top_k, self.renormalize, gated, gate, self.expert_scale)
         else:
-            out = self.mix(x)
+            out = self.mix(x, x if router_input is None else router_input)
             if shared is not None and gate is not None:
                 out.addcmul_(gate.sigmoid_(), shared)
         return out if shared is None or gate is not None else out.add_(shared)
 
-    def mix(self, x: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's chosen experts."""
+    def mix(self, x: Tensor, router_input: Tensor) -> Tensor:
+        """Return the weighted sum of the outputs of the experts of each token, which `router_input` chooses."""
         biases = self.gate_up.bias, self.down.bias
         if self.low_bit is not None:
-            return self._mix_by_kernels(x, *self.low_bit, biases)
+            return self._mix_by_kernels(x, router_input, *self.low_bit, biases)
         assert self.gate_up.weight is not None, "the weight is not packed"
         assert self.down.weight is not None, "the weight is not packed"
         gate_up, down = (part.view(self.experts, -1, part.shape[1]) for part in (self.gate_up.weight, self.down.weight))
         if self.experts_kernel is not None:
-            return self._mix_by_kernels(x, gate_up, down, (self.gate_up.scale, self.down.scale), biases)
-        weights, chosen = self.route(x)
+            return self._mix_by_kernels(x, router_input, gate_up, down, (self.gate_up.scale, self.down.scale), biases)
+        weights, chosen = self.route(router_input)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         inner_bias, outer_bias = (None if bias is None else bias.view(self.experts, -1) for bias in biases)
         for expert in torch.unique(chosen).tolist():
@@ -144,12 +148,13 @@ class SparseMLP(nn.Module):
             out.index_add_(0, rows, result.float() * weights[rows, rank, None])
         return out.to(x.dtype)
 
-    def _mix_by_kernels(self, x: Tensor, *weights: Any) -> Tensor:
+    def _mix_by_kernels(self, x: Tensor, router_input: Tensor, *weights: Any) -> Tensor:
         assert self.route_kernel is not None, "prepare() chooses both"
         assert self.experts_kernel is not None, "prepare() chooses both"
         gate_up, down, *scales = weights
         listed = len(x) > 1 or self.deterministic or self.low_bit is not None
-        routing = self.route_kernel(self.router(x), self.top_k, self.renormalize, listed, pdl=self.pdl)
+        logits, scale = self.router(router_input), self.expert_scale
+        routing = self.route_kernel(logits, self.top_k, self.renormalize, listed, scale, pdl=self.pdl)
         return self.experts_kernel(
             x, routing, gate_up, down, self.act_name, *scales, deterministic=self.deterministic, pdl=self.pdl
         )
@@ -157,7 +162,8 @@ class SparseMLP(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (fp32) and the indices of each token's experts, [T, top_k] each, most probable first."""
         weights, chosen = F.softmax(self.router(x), dim=1, dtype=torch.float32).topk(self.top_k, dim=1)
-        return weights / weights.sum(dim=1, keepdim=True) if self.renormalize else weights, chosen
+        weights = weights / weights.sum(dim=1, keepdim=True) if self.renormalize else weights
+        return weights if self.expert_scale is None else weights * self.expert_scale[chosen], chosen
 
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. All experts' products are two launches on a GPU, or two operations
@@ -166,6 +172,8 @@ class SparseMLP(nn.Module):
         assert weight is not None, "prepared twice"
         if not self.down.column_shard.shard.is_first_tp_rank:
             self.down.bias = None
+        if self.expert_scale is not None:
+            self.expert_scale = nn.Parameter(self.expert_scale.float(), requires_grad=False)
         if self.gate_up.can_pack() and self.down.can_pack() and self.act_name in CPU_ACTIVATIONS:
             gate_up = self.gate_up.pack_each(self.experts, self.act_name, deterministic)
             self.packed = PackedExperts(gate_up, self.down.pack_each(self.experts, None, deterministic))

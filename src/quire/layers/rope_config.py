@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,9 @@ class RopeConfig:
     `partial_rotary_factor`: only this fraction of a head's dimensions is rotated (Phi-4-mini), and their number
     replaces head_dim in the formula. Loading permutes the rows of Q and K (`rotary_order`), which leaves their products
     unchanged. Kernels rotate whole heads, the other pairs by an angle of 0.
+
+    The kind "proportional" (Gemma 4) rotates the first `rotated_share` of a head's pairs, all angles divided by
+    `factor`; head_dim in the formula stays that of the head.
     """
 
     kind: str
@@ -34,6 +37,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     partial_rotary_factor: float = 1.0
+    rotated_share: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return the number of rotated dimensions of a head."""

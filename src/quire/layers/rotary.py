@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from quire.layers.norm import RMSNorm
+from quire.kernels.forward_batch import HeadNorms
 from quire.layers.rope_config import RopeConfig
 
 
@@ -40,18 +40,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def prepare_qkv(
-    qkv: Tensor, heads: int, angles: tuple[Tensor, Tensor] | None, norms: tuple[RMSNorm, RMSNorm] | None
+    qkv: Tensor, heads: int, kv_heads: int, angles: tuple[Tensor, Tensor] | None, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split qkv [T, heads + 2 kv_heads, head_dim] into queries, keys and values (views or new tensors); queries and
-    keys are normalised per head if `norms` are given, then rotated if `angles` are."""
-    kv_heads = (qkv.shape[1] - heads) // 2
-    qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+    """Split qkv [T, heads + 2 kv_heads, head_dim] into queries, keys and values (views or new tensors), which are
+    normalised per head by their `norms`; then queries and keys are rotated, if `angles` are given. Without values in
+    qkv, [T, heads + kv_heads, head_dim], they are the keys before norm and rotation; without keys there are none."""
+    own = min(kv_heads, qkv.shape[1] - heads)
+    qk, v = qkv[:, : heads + own], qkv[:, qkv.shape[1] - own :]
     if norms is not None:
-        q, k = torch.split(qk, [heads, kv_heads], dim=1)
-        qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
+        q, k = torch.split(qk, [heads, own], dim=1)
+        qk = torch.cat((norms.q(q), k if norms.k is None else norms.k(k)), dim=1)
+        v = v if norms.v is None else norms.v(v)
     if angles is not None:
         qk = rotate(qk, *angles)
-    q, k = torch.split(qk, [heads, kv_heads], dim=1)
+    q, k = torch.split(qk, [heads, own], dim=1)
     return q, k, v
 
 
@@ -84,6 +86,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: Tensor | None =
     plain = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "proportional":
+        rotated = int(rope.rotated_share * head_dim // 2)
+        return torch.cat((plain[:rotated] / rope.factor, torch.zeros(head_dim // 2 - rotated)))
     if rope.kind == "yarn":
         return _yarn(rope, head_dim, plain)
     if rope.kind == "llama3":

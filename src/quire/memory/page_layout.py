@@ -346,7 +346,7 @@ def _with_images(kv_config: KVCacheConfig, config: EngineConfig, spec: ModelSpec
         kv_config, sight=config.experiment.vision_cache if spec.images_replace_tokens else "",
         row_bytes=row_bytes if spec.images_replace_tokens else 0,
         part_tokens=vision.part_tokens, part_rows=vision.part_embeds, most_rows=vision.max_embeds,
-        both_ways=vision.bidirectional_prompt,
+        both_ways=vision.bidirectional_prompt, whole_images=vision.bidirectional_images,
     )  # fmt: skip
     widths = [group.table_width for group in kv_config.groups]
     for g, group in enumerate(kv_config.groups):

@@ -11,6 +11,7 @@ from quire.models import (
     delta_rule_families,
     expert_families,
     families,
+    gemma4,
     head_config,
     state_families,
     vision_language_families,
@@ -42,7 +43,13 @@ ARCHITECTURES = {
     "Olmo2ForCausalLM": Architecture(families.read_olmo2),
     "Gemma2ForCausalLM": Architecture(families.read_gemma2),
     "Gemma3ForCausalLM": Architecture(families.read_gemma3),
-    "Gemma3ForConditionalGeneration": Architecture(families.read_gemma3_with_vision),  # its text
+    "Gemma3ForConditionalGeneration": Architecture(
+        vision_language_families.read_gemma3_with_images, "vision_language:VisionLanguageModel"
+    ),
+    "Gemma4ForCausalLM": Architecture(gemma4.read_gemma4, "per_layer_inputs:PerLayerInputDecoder"),
+    "Gemma4ForConditionalGeneration": Architecture(  # its text
+        gemma4.read_gemma4_with_encoders, "per_layer_inputs:PerLayerInputDecoder"
+    ),
     "MixtralForCausalLM": Architecture(expert_families.read_mixtral),
     "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
     "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quire.kernels.forward_batch import HeadNorms
 from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.delta_rule import DeltaRuleMixer
 from quire.layers.embedding import Embedding
@@ -38,7 +39,7 @@ from quire.layers.state_config import (
 )
 from quire.layers.state_mixer import StateMixer
 from quire.models.architectures import read_model_config
-from quire.models.decoder_config import DecoderConfig
+from quire.models.decoder_config import DecoderConfig, LayerConfig
 from quire.models.forward_context import ForwardContext
 from quire.models.weight_names import WeightSource, expand_weight_names
 from quire.protocol.parallel_layout import UNSHARDED, Shard
@@ -58,30 +59,40 @@ class Attention(nn.Module):
     ) -> None:  # fmt: skip
         """`inputs`: the numbers of a row of its input (None: `s.hidden`)."""
         super().__init__()
-        self.layer, self.head_dim, self.rotary = layer, s.head_dim, rotary
-        queries, keys = shard_heads(shard, s.heads, s.kv_heads, s.head_dim)
-        shares_kv = s.layers[layer].kv_sharing_layer is not None
-        self.gate_heads = queries.padded // s.head_dim if s.attention_gate else 0
-        products = (queries,) * (1 + s.attention_gate) + (() if shares_kv else (keys, keys))
+        kind = s.layers[layer]
+        kv_heads, head_dim = s.heads_of(kind)
+        self.layer, self.head_dim, self.rotary = layer, head_dim, rotary
+        queries, keys = shard_heads(shard, s.heads, kv_heads, head_dim)
+        shares_kv = kind.kv_sharing_layer is not None
+        self.gate_heads = queries.padded // head_dim if s.attention_gate else 0
+        own = () if shares_kv else (keys,) if kind.keys_are_values else (keys, keys)
+        products = (queries,) * (1 + s.attention_gate) + own
         self.qkv = Linear(inputs or s.hidden, products, s.qkv_bias, dtype, device)
         self.out = Linear(queries, s.hidden, s.out_bias, dtype, device)
         self.sinks: nn.Parameter | None = None
         self.param_shards: dict[str, ParameterShards] = {}
         if s.sinks:
-            own, _ = shard.head_ranges(s.heads, s.kv_heads)
-            self.param_shards["sinks"] = ParameterShards((ShardRange(own, s.heads, len(own), shard),), None)
-            self.sinks = nn.Parameter(torch.empty(len(own), dtype=torch.float32, device=device), requires_grad=False)
-        self.head_norms = self.projection_norms = None
-        if s.qk_norm:
-            sizes = (s.head_dim, s.head_dim) if s.qk_norm == "head" else (queries.padded, keys.padded)
-            self.q_norm, self.k_norm = (RMSNorm(n, s.norm_eps, dtype, device, offset=s.norm_offset) for n in sizes)
-            norms = (self.q_norm, self.k_norm)
-            self.head_norms, self.projection_norms = (norms, None) if s.qk_norm == "head" else (None, norms)
+            local, _ = shard.head_ranges(s.heads, s.kv_heads)
+            self.param_shards["sinks"] = ParameterShards((ShardRange(local, s.heads, len(local), shard),), None)
+            self.sinks = nn.Parameter(torch.empty(len(local), dtype=torch.float32, device=device), requires_grad=False)
+        self.projection_norms: tuple[RMSNorm, ...] = ()
+        self.head_norms: HeadNorms | None = None
+        norm = partial(RMSNorm, eps=s.norm_eps, dtype=dtype, device=device)
+        if s.qk_norm == "projection":
+            self.q_norm, self.k_norm = (norm(part.padded, offset=s.norm_offset) for part in (queries, keys))
+            self.projection_norms = self.q_norm, self.k_norm
+        elif s.qk_norm:
+            self.q_norm = norm(head_dim, offset=s.norm_offset)
+            self.head_norms = HeadNorms(self.q_norm, None)
+            if not shares_kv:
+                self.k_norm = norm(head_dim, offset=s.norm_offset)
+                self.v_norm = norm(head_dim, learned=False) if s.v_norm else None
+                self.head_norms = HeadNorms(self.q_norm, self.k_norm, self.v_norm)
 
     def forward(self, x: Tensor, ctx: ForwardContext, last: bool = False) -> Tensor:
         """Return the heads' outputs [T, heads * head_dim], before `out`."""
         qkv = self.qkv(x)
-        if self.projection_norms is not None:
+        if self.projection_norms:
             for norm, part in zip(self.projection_norms, qkv.split(self.qkv.output_sizes, dim=1)):
                 norm.normalize_(part)
         qkv = qkv.view(len(x), -1, self.head_dim)
@@ -120,8 +131,9 @@ class DecoderLayer(nn.Module):
         shard: Shard = UNSHARDED,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.attention_norm = make_norm(s, dtype, device, first=layer == 0)
         kind = s.layers[layer]
+        after = s.layers[layer - 1] if layer else None
+        self.attention_norm = make_norm(s, dtype, device, after=after, first=layer == 0)
         self.layer, self.residual_scale = layer, s.residual_scale
         self.mixer: StateMixer | None = None
         if kind.mixer == "state":
@@ -133,14 +145,18 @@ class DecoderLayer(nn.Module):
         self.experts: SparseMLP | None = None
         if kind.feed_forward != "none":
             self.mlp_norm = make_norm(s, dtype, device)
-        if kind.feed_forward == "mlp":
-            options = s.hidden, s.intermediate, s.activation, s.mlp_bias, dtype, device, shard
+        if kind.feed_forward in ("mlp", "both"):
+            options = s.hidden, kind.intermediate or s.intermediate, s.activation, s.mlp_bias, dtype, device, shard
             scaled = s.residual_scale is not None
             self.mlp = GatedMLP(*options, output_modified=scaled) if s.gated else MLP(*options)
             assert s.gated or not scaled, "a plain block is not scaled"
-        elif kind.feed_forward == "experts":
+        if kind.feed_forward in ("experts", "both"):
             assert s.experts is not None, "a model with experts declares them"
             self.experts = SparseMLP(s.hidden, s.experts, s.activation, dtype, device, shard)
+        if kind.feed_forward == "both":
+            norm = partial(RMSNorm, s.hidden, s.norm_eps, dtype, device)
+            self.experts_norm, self.router_norm = norm(), norm(factor=s.hidden**-0.5)
+            self.mlp_post_norm, self.experts_sum = norm(), ResidualSum(norm())
 
     def mix(self, x: Tensor, delta: Tensor | None, ctx: ForwardContext, last: bool = False) -> Tensor:
         """Run the layer up to the mixer: return its output, before `out`."""
@@ -157,6 +173,9 @@ class DecoderLayer(nn.Module):
 
     def run_mlp(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Run the feed-forward block, if there is one."""
+        if self.mlp is not None and self.experts is not None:  # norm(mlp(norm(x))) + norm(experts(norm(x))) (Gemma 4)
+            dense = self.mlp_post_norm.normalize_term(self.mlp(self.mlp_norm(x, delta)))
+            return x, self.experts_sum(dense, self.experts(self.experts_norm(x), self.router_norm(x)))
         mlp = self.mlp or self.experts
         if mlp is None:
             return x, delta
@@ -209,15 +228,20 @@ def _qkv_row_order(s: DecoderConfig, *sizes: int) -> tuple[int, ...]:
 
 
 def make_norm(
-    s: DecoderConfig, dtype: torch.dtype, device: torch.device, *, first: bool = False, final: bool = False
-) -> RMSNorm | LayerNorm | ResidualSum:
+    s: DecoderConfig, dtype: torch.dtype, device: torch.device, *, first: bool = False, final: bool = False,
+    after: LayerConfig | None = None,
+) -> RMSNorm | LayerNorm | ResidualSum:  # fmt: skip
     """Return the norm of a block's input, or the `final` one. It adds the output of the block before, through that
-    one's post norm, unless it is the `first`."""
+    one's post norm, unless it is the `first`. `after`: the layer that ends there."""
     if s.layer_norm:
         return LayerNorm(s.hidden, s.norm_eps, dtype, device) if s.final_norm or not final else ResidualSum()
     norm = partial(RMSNorm, s.hidden, s.norm_eps, dtype, device, offset=s.norm_offset)
     post_norm = norm() if s.post_norms and not first else None
-    return norm(post_norm=post_norm) if s.pre_norms or final else ResidualSum(post_norm)
+    if not s.pre_norms and not final:
+        return ResidualSum(post_norm)
+    scaled = s.layer_scales and after is not None
+    sums_ranks = after is None or (after.feed_forward != "both" and not s.per_layer_dim)
+    return norm(post_norm=post_norm, scaled=scaled, sums_ranks=sums_ranks)
 
 
 class Decoder(ShardedModule):
@@ -237,15 +261,16 @@ class Decoder(ShardedModule):
         self.positions = None
         if s.positions and shard.is_first_stage:
             self.positions = Embedding(s.positions, s.hidden, dtype, device)
-        self.rotary = module_list(RotaryEmbedding(rope, s.head_dim, s.max_len) for rope in s.ropes)
-        rotary = dict(zip(s.ropes, self.rotary))
+        self.rotary = module_list(RotaryEmbedding(rope, head_dim, s.max_len) for rope, head_dim in s.rope_tables)
+        rotary = dict(zip(s.rope_tables, self.rotary))
 
         def make(layer: int) -> nn.Module:
-            rope = s.layers[layer].rope
-            return self.make_layer(layer, None if rope is None else rotary[rope], dtype, device, shard)
+            kind = s.layers[layer]
+            table = None if kind.rope is None else rotary[kind.rope, s.heads_of(kind)[1]]
+            return self.make_layer(layer, table, dtype, device, shard)
 
         self.layers: Sequence[Any] = make_layers(shard, len(s.layers), make)
-        self.norm = make_norm(s, dtype, device, final=True)
+        self.norm = make_norm(s, dtype, device, final=True, after=s.layers[-1])
         tied = self.embed_tokens.weight if s.tied and self.embed_tokens is not None else None
         has_head = shard.has_lm_head(s.tied)
         self.head = Linear(s.embed_dim, self.vocab_shard, False, dtype, device, tied) if has_head else None

@@ -63,10 +63,10 @@ PHI3_NAMES: WeightNames = {
 }
 
 
-def post_norm_names(layers: int) -> WeightNames:
-    """Return the names of a model with post norms. Each is part of the norm that follows: of the feed-forward blocks'
-    these are the next layer's and the final one."""
-    theirs = "layers.{}.post_feedforward_layernorm".format
+def post_norm_names(layers: int, last: str = "post_feedforward_layernorm") -> WeightNames:
+    """Return the names of a model with post norms. Each is part of the norm that follows: of the `last` block of a
+    layer these are the next layer's and the final one."""
+    theirs = f"layers.{{}}.{last}".format
     return {
         **LLAMA_NAMES,
         "layers.*.mlp_norm.post_norm": "layers.*.post_attention_layernorm",
@@ -124,8 +124,8 @@ def declare_gated(
         selection=selection,
         **(values | declared),
     )
-    for rope in config.ropes:
-        _check_rope(rope, head_dim)
+    for rope, rotated_dim in config.rope_tables:
+        _check_rope(rope, rotated_dim)
     return config
 
 
@@ -243,7 +243,7 @@ def read_gemma2(fields: ConfigReader) -> DecoderConfig:
     """Gemma-2 (Riviere et al., 2024): norms before and after each block, soft caps on scores and logits, a sliding
     window in every second layer."""
     ropes = dict.fromkeys(LAYER_TYPES, read_rope(fields)[0])
-    return _declare_gemma(fields, ropes, 2, 30.0, softcap=_read_softcap(fields, "attn_logit_softcapping", 50.0))
+    return _declare_gemma(fields, ropes, 2, 30.0, softcap=read_softcap(fields, "attn_logit_softcapping", 50.0))
 
 
 def read_gemma3(fields: ConfigReader) -> DecoderConfig:
@@ -251,10 +251,10 @@ def read_gemma3(fields: ConfigReader) -> DecoderConfig:
     layers with a window to each without, and a separate rotary embedding for those with one."""
     fields.require_value("attn_logit_softcapping", None)
     period = fields.get_int("sliding_window_pattern", 6)
-    return _declare_gemma(fields, _read_gemma3_ropes(fields), period, None, qk_norm="head")
+    return _declare_gemma(fields, read_ropes_of_types(fields), period, None, qk_norm="head")
 
 
-def read_gemma3_with_vision(fields: ConfigReader) -> DecoderConfig:
+def read_gemma3_text(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Gemma-3 with a vision tower."""
     return read_gemma3(text_section(fields, GEMMA3_TEXT_DEFAULTS))
 
@@ -292,7 +292,7 @@ def _declare_gemma(
         post_norms=True,
         **read_biases(fields),
         scale=fields.get_float("query_pre_attn_scalar", 256.0) ** -0.5,
-        final_softcap=_read_softcap(fields, "final_logit_softcapping", final_softcap),
+        final_softcap=read_softcap(fields, "final_logit_softcapping", final_softcap),
         embed_scale=fields.get_int("hidden_size") ** 0.5,
         weight_names={**post_norm_names(count), "layers.*.mlp_norm": "layers.*.pre_feedforward_layernorm"},
         weight_prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
@@ -301,9 +301,10 @@ def _declare_gemma(
     )
 
 
-def _read_gemma3_ropes(fields: ConfigReader) -> dict[str, RopeConfig]:
-    """Return Gemma-3's rotary embedding for each type of layer. `rope_parameters` has an object per type; older configs
-    have `rope_local_base_freq`, and for layers that attend to all tokens `rope_theta` and `rope_scaling`."""
+def read_ropes_of_types(fields: ConfigReader, default: dict[str, Any] | None = None) -> dict[str, RopeConfig]:
+    """Return the rotary embedding of each type of layer. `rope_parameters` has an object per type; older configs of
+    Gemma-3 have `rope_local_base_freq`, and for layers that attend to all tokens `rope_theta` and `rope_scaling`.
+    `default`: the object for these if config.json has none."""
     section, scaling = fields.get_object("rope_parameters"), fields.get_object("rope_scaling")
     if not all(name in LAYER_TYPES for name in section):
         raise StartupError(
@@ -311,7 +312,8 @@ def _read_gemma3_ropes(fields: ConfigReader) -> dict[str, RopeConfig]:
             f"The types are {' and '.join(LAYER_TYPES)}",
         )
     types = ConfigReader(section, f"rope_parameters of {fields.source}")
-    full = ConfigReader(types.get_object(FULL) | scaling, f"the rope of {FULL} in {fields.source}")
+    given = types.get_object(FULL) or default or {}
+    full = ConfigReader(given | scaling, f"the rope of {FULL} in {fields.source}")
     local = ConfigReader(types.get_object(LOCAL), f"the rope of {LOCAL} in {fields.source}")
     thetas = fields.get_float("rope_theta", 1e6), fields.get_float("rope_local_base_freq", 1e4)
     max_len = fields.get_int("max_position_embeddings")
@@ -319,7 +321,7 @@ def _read_gemma3_ropes(fields: ConfigReader) -> dict[str, RopeConfig]:
     return dict(zip((FULL, LOCAL), ropes))
 
 
-def _read_softcap(fields: ConfigReader, name: str, default: float | None) -> float | None:
+def read_softcap(fields: ConfigReader, name: str, default: float | None) -> float | None:
     """Return a bound: `default` if it is absent, None if it is null."""
     cap: float | None = fields.get_float(name, None if name in fields.config else default)
     return cap

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from quire.kernels.forward_batch import HeadNorms
 from quire.kernels.mamba_states import StateCache, StatePlan
-from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.hidden_states import HiddenStates
 
@@ -22,16 +22,17 @@ class ForwardContext(Protocol):
 
     def attend(
         self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None,
-        norms: tuple[RMSNorm, RMSNorm] | None = None, last: bool = False,
+        norms: HeadNorms | None = None, last: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return the attention's output [T, heads, head_dim]; of the `last` layer, only that of the tokens that
         `select_logits_rows` keeps.
 
         qkv [T, heads + 2 kv_heads, head_dim] has each token's queries, keys and values; of a layer that reads another
-        layer's keys and values, queries alone, [T, heads, head_dim]. Queries and keys are normalised per head if their
-        `norms` are given, then rotated if `rotary` is. Keys and values are written to the cache of `layer`. Each token
-        attends to its own sequence up to itself, as the LayerSpec says (window, chunk, scale, softcap). Rotation and
-        writing are part of the call because a GPU does them in one launch.
+        layer's keys and values, queries alone, [T, heads, head_dim]; without values, [T, heads + kv_heads, head_dim],
+        they are the keys before norm and rotation. Queries, keys and values are normalised per head by their `norms`,
+        if these are given; then queries and keys are rotated if `rotary` is given. Keys and values are written to the
+        cache of `layer`. Each token attends to its own sequence up to itself, as the LayerSpec says (window, chunk,
+        scale, softcap). Rotation and writing are part of the call because a GPU does them in one launch.
         """
         ...
 

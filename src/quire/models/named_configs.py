@@ -115,6 +115,37 @@ _GEMMA3_4B = {
     "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "eos_token_id": [1, 106],
 }
+
+
+def _gemma4(
+    hidden: int, layers: int, heads: int, kv_heads: int, full_kv_heads: int, ffn: int, **more: Any
+) -> dict[str, Any]:
+    """The text model of a Gemma-4: five layers with a window to each without, which has larger heads."""
+    return {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "num_global_key_value_heads": full_kv_heads, "attention_k_eq_v": True, "head_dim": 256, "global_head_dim": 512,
+        "intermediate_size": ffn, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * (layers // 6), "sliding_window": 1024,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "final_logit_softcapping": 30.0, "vocab_size": 262144, "max_position_embeddings": 262144,
+        "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "bos_token_id": 2,
+        "eos_token_id": [1, 106], "dtype": "bfloat16", **more,
+    }
+
+
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+}
+_GEMMA4_E2B = {
+    "attention_k_eq_v": False, "num_global_key_value_heads": None, "sliding_window": 512,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7, "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+    "max_position_embeddings": 131072,
+}
 _QWEN3_MOE = {
     **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -257,6 +288,7 @@ VISION_LANGUAGE_CONFIGS: dict[str, dict[str, Any]] = {
     "llama3.2-vision-11b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
     "llama3.2-vision-90b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
     "paligemma2-10b": _vision_language("paligemma2-10b", text_config=_GEMMA2),
+    "gemma-3-4b-vision": {**_vision_language("gemma-3-4b", text_config=_GEMMA3_4B), "tie_word_embeddings": True},
 }
 
 
@@ -294,6 +326,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-2-9b": _gemma2(3584, 42, 16, 14336, 256, 256),
     "gemma-2-27b": _gemma2(4608, 46, 32, 36864, 128, 144),
     "gemma-3-4b": _GEMMA3_4B,
+    "gemma-4-31b": _gemma4(5376, 60, 32, 16, 4, 21504),
+    "gemma-4-26b-a4b": _gemma4(2816, 30, 16, 8, 2, 2112, **_GEMMA4_EXPERTS),
+    "gemma-4-e2b": _gemma4(1536, 35, 8, 1, 1, 6144, **_GEMMA4_E2B),
     "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
     "jamba-52b": _JAMBA,
     "mamba-2.8b": _mamba(2560, 64),

@@ -32,8 +32,11 @@ def read_rope_section(
     fields: ConfigReader, rope: ConfigReader, max_position: int, theta: float, partial: float | None = None
 ) -> tuple[RopeConfig, int]:
     """Read the rotary embedding that `rope`, a section of `fields`, describes, and the length that it reaches. `theta`
-    is the default. `partial`: it may rotate a part of each head, by default this one (None: whole heads only)."""
-    share = 1.0
+    is the default. `partial`: it may rotate a part of each head, by default this one (None: whole heads only, unless it
+    is proportional)."""
+    share, kind = 1.0, rope.get_str("rope_type", rope.get_str("type", "default"))
+    if kind == "proportional" and partial is None:
+        partial = 1.0
     if partial is not None:
         share = float(rope.get_float("partial_rotary_factor", fields.get_float("partial_rotary_factor", partial)))
         if not 0 < share <= 1:
@@ -41,7 +44,6 @@ def read_rope_section(
     else:
         for options in (fields, rope):
             options.require_value("partial_rotary_factor", 1.0)
-    kind = rope.get_str("rope_type", rope.get_str("type", "default"))
     if kind not in (*ROPE_KINDS, "su"):
         raise StartupError(f"the rope_type {short_repr(kind)} is not supported", f"Supported: {', '.join(ROPE_KINDS)}")
     if kind == "su" or (kind == "yarn" and "short_factor" in rope.config):  # names in Phi-3's first configs
@@ -50,6 +52,9 @@ def read_rope_section(
     plain = RopeConfig(kind=kind, theta=theta, original_max_len=max_position, partial_rotary_factor=share)
     if kind == "default":
         return plain, max_position
+    if kind == "proportional":
+        factor = rope.get_float("factor", 1.0)
+        return replace(plain, partial_rotary_factor=1.0, rotated_share=share, factor=factor), max_position
     if kind in ("linear", "dynamic"):  # max_position_embeddings is the length before scaling
         factor = rope.get_float("factor")
         return replace(plain, factor=factor), int(max_position * factor)

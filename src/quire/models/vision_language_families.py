@@ -13,6 +13,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import DecoderConfig, LayerConfig
 from quire.models.families import (
     read_gemma2,
+    read_gemma3_text,
     read_internlm2,
     read_llama,
     read_mistral,
@@ -83,6 +84,13 @@ def read_vision_language(fields: ConfigReader) -> DecoderConfig:
         )
     _check_image_token(vision, text.vocab_size, "the text model has {} tokens")
     return replace(text, vision=vision)
+
+
+def read_gemma3_with_images(fields: ConfigReader) -> DecoderConfig:
+    """Gemma-3 (Kamath et al., 2025) with its vision encoder: the tokens of an image attend to one another both ways."""
+    text, vision = read_gemma3_text(fields), _read_vision(fields)
+    _check_image_token(vision, text.vocab_size, "the text model has {} tokens")
+    return replace(text, vision=vision, ignored_weights=())
 
 
 def read_mllama(fields: ConfigReader) -> DecoderConfig:

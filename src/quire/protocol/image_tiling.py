@@ -92,6 +92,12 @@ class SingleTile(ImageTiling):
 
 
 @dataclass(frozen=True, slots=True)
+class PooledTile(SingleTile):
+    """One tile, whatever the image's shape (Gemma-3): an embedding for each of `patches_per_side` x `patches_per_side`
+    squares of patches."""
+
+
+@dataclass(frozen=True, slots=True)
 class ClosestAspectTiling(ImageTiling):
     """The grid of `min_tiles` to `max_tiles` tiles whose shape is closest to the image's, which is stretched to fill
     it; if it has several tiles, the whole image is added as a last tile (InternVL 1.5, §3.2). One embedding for `merge`
@@ -296,6 +302,7 @@ def grid_shapes(max_tiles: int) -> Iterator[tuple[int, int]]:
 
 TILING_NAMES: dict[type[ImageTiling], str] = {
     SingleTile: "single",
+    PooledTile: "pooled",
     ClosestAspectTiling: "closest",
     FittedCanvasTiling: "fitted",
     HDTiling: "hd",

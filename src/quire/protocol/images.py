@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -24,6 +25,14 @@ class ImageItem(NamedTuple):
     def end(self) -> int:
         """The position after the image."""
         return self.start + self.num_tokens
+
+
+def clip_at_image(images: Sequence[ImageItem], planned: int, count: int) -> int:
+    """Return how many of a sequence's next `count` tokens, after the first `planned` ones, one step may compute if it
+    must not end within one of the `images`."""
+    end = planned + count
+    cut = next((image for image in images if image.start < end < image.end), None)
+    return count if cut is None else max(cut.start - planned, 0)
 
 
 class ImagePixels(NamedTuple):

@@ -25,13 +25,18 @@ def kv_cache_config_to_json(kv_config: KVCacheConfig) -> dict[str, Any]:
 
 def kv_cache_config_from_json(data: dict[str, Any]) -> KVCacheConfig:
     """Return the config of JSON values. Raise ValueError, KeyError or TypeError if they are invalid."""
+    data = {"whole_images": False, **data}  # logs of earlier revisions don't have it
     values = {field.name: data[field.name] for field in fields(KVCacheConfig)}
     groups = tuple(_group_from_json(group) for group in values.pop("groups"))
-    layout, sight, both_ways = KVCacheLayout(values.pop("layout")), values.pop("sight"), values.pop("both_ways")
-    if sight not in ("", *VISION_CACHES) or type(both_ways) is not bool:
-        raise ValueError(f"it sees {str(sight)[:40]!r}, both ways {str(both_ways)[:40]!r}")
+    layout, sight = KVCacheLayout(values.pop("layout")), values.pop("sight")
+    both_ways, whole_images = values.pop("both_ways"), values.pop("whole_images")
+    if sight not in ("", *VISION_CACHES) or type(both_ways) is not bool or type(whole_images) is not bool:
+        flags = str(both_ways)[:40], str(whole_images)[:40]
+        raise ValueError(f"it sees {str(sight)[:40]!r}, both ways {flags[0]!r}, images whole {flags[1]!r}")
     numbers = {name: parse_count(value) for name, value in values.items()}
-    kv_config = KVCacheConfig(layout=layout, groups=groups, sight=sight, both_ways=both_ways, **numbers)
+    kv_config = KVCacheConfig(
+        layout=layout, groups=groups, sight=sight, both_ways=both_ways, whole_images=whole_images, **numbers
+    )
     if not groups or set(data) != {field.name for field in fields(KVCacheConfig)}:
         raise ValueError("it has no groups, or what is unknown here")
     if kv_config.large_bytes and any(kv_config.large_bytes % group.page_bytes for group in groups):
@@ -170,7 +175,8 @@ class KVCacheConfig:
     `sight` says where the embeddings are stored that replace image tokens ("pages", "inside" or "off": see
     step_plan.ImageEncoding); "" if no embeddings do. An embedding has `row_bytes` bytes. `part_tokens`, `part_rows` and
     `most_rows` limit the image parts that a step encodes (see `max_parts_per_step`). With `both_ways` one step computes
-    all tokens of a prompt that are not computed yet, and no token after them.
+    all tokens of a prompt that are not computed yet, and no token after them; with `whole_images` one step computes all
+    tokens of an image that are not.
     """
 
     layout: KVCacheLayout
@@ -188,6 +194,7 @@ class KVCacheConfig:
     part_rows: int = 0
     most_rows: int = 0
     both_ways: bool = False
+    whole_images: bool = False
 
     @property
     def has_images(self) -> bool:

@@ -13,7 +13,7 @@ from quire.config import VENDOR_ATTENTIONS, EngineConfig
 from quire.errors import StartupError
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
-from quire.kernels.limits import MAX_GQA_GROUP, MAX_HEAD_DIM
+from quire.kernels.limits import MAX_GQA_GROUPS
 from quire.models import uses_transformers
 from quire.models.quantization import FP8Scheme, LowBitScheme, resolve_scheme
 from quire.protocol.model_spec import ModelSpec
@@ -231,7 +231,10 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, device: torch.device
     if device.type == "cuda" and not find_spec("triton"):  # CUDA builds of torch for Linux include it
         raise StartupError("--device is cuda, but there is no Triton, which compiles the kernels", "pip install triton")
     heads = head_shapes(spec)
-    fits = all(group <= MAX_GQA_GROUP and dim % 2 == 0 and dim <= MAX_HEAD_DIM for group, dim in heads)
+    fits = all(
+        dim % 2 == 0 and any(dim <= size and group <= most for size, most in MAX_GQA_GROUPS.items())
+        for group, dim in heads
+    )
     if chosen == "auto":
         chosen = "contiguous" if config.memory == "virtual" else "sdpa"
         if device.type == "cuda" and fits:
@@ -242,10 +245,16 @@ def choose_attention(config: EngineConfig, spec: ModelSpec, device: torch.device
         raise StartupError(
             f"--attention is {chosen}, and the model has heads that Triton's kernels don't take: (query heads a key "
             "head, size) " + ", ".join(map(str, sorted(heads))),
-            f"They take {MAX_GQA_GROUP} query heads a key head and even sizes up to {MAX_HEAD_DIM}; use --attention "
-            f"sdpa",
+            "They take "
+            + " and ".join(f"up to {most} of even sizes up to {size}" for size, most in MAX_GQA_GROUPS.items())
+            + "; use --attention sdpa",
         )
-    if chosen in VENDOR_ATTENTIONS and spec.vision is not None and spec.vision.bidirectional_prompt:
+    vision = spec.vision
+    if (
+        chosen in VENDOR_ATTENTIONS
+        and vision is not None
+        and (vision.bidirectional_prompt or vision.bidirectional_images)
+    ):
         raise StartupError(
             f"--attention is {chosen}, whose kernels for prompts are causal, and tokens of this model's prompts attend "
             "both ways",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quire.layers.moe import SparseMLP
 from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.sharding import ParameterShards
 from quire.layers.state_mixer import StateMixer
@@ -58,7 +59,9 @@ def fill_dummy_weights(
                 at = (at + _num_noise_values(full_module, name, full_parameter)) % len(noise)
             elif isinstance(module, RMSNorm | LayerNorm):
                 has_offset = isinstance(module, RMSNorm) and module.offset
-                parameter.fill_(1.0 if name == "weight" and not has_offset else 0.0)
+                parameter.fill_(1.0 if name in ("weight", "sum_scale") and not has_offset else 0.0)
+            elif isinstance(module, SparseMLP) and name == "expert_scale":
+                parameter.fill_(1.0)
             elif isinstance(module, StateMixer) and name in module.initial_values:
                 [channels] = module.param_shards[name].rows
                 initial = module.initial_values[name](parameter.new_empty(channels.total, *parameter.shape[1:]))
@@ -82,6 +85,8 @@ def fill_dummy_weights(
 def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> int:
     """Return the number of noise values that a parameter takes, on all ranks together."""
     if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, StateMixer) and name in module.initial_values):
+        return 0
+    if isinstance(module, SparseMLP) and name == "expert_scale":
         return 0
     shards = parameter_shards(module, name)
     if shards is None:

@@ -78,5 +78,5 @@ def build_flat_batch(
     return ForwardBatch(
         tokens, positions, token_slots, ends, flat_inputs.slots, flat_inputs.starts, flat_inputs.lengths,
         flat_inputs.offsets, flat_inputs.sampled_rows, store.tables, prompt_lens, bidirectional_rows,
-        flat_inputs.state_rows,
+        state_rows=flat_inputs.state_rows,
     )  # fmt: skip

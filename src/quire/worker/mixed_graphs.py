@@ -20,12 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch, LayerCache, StateRows
+from quire.kernels.forward_batch import ForwardBatch, HeadNorms, LayerCache, StateRows
 from quire.kernels.limits import MAX_GRAPH_TOKENS
 from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan, make_state_tiles
 from quire.kernels.triton.backend import CapturedBatch, TritonAttentionPlan, TritonBackend
 from quire.kernels.triton.prefill import make_prefill_tiles
-from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
@@ -207,8 +206,7 @@ class FirstHalfContext(StepContext):
         self.queries = queries
 
     def attend(
-        self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None, norms: tuple[RMSNorm,
-        RMSNorm] | None = None,
+        self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None, norms: HeadNorms | None = None,
         last: bool = False,
     ) -> Tensor:  # fmt: skip
         if not last:

@@ -82,8 +82,9 @@ DeferredSampling = Callable[[], PendingSamples]
 
 
 class RunnableModel(Protocol):
-    """The model interface that the runner needs (see quire.models). A vision model also has a `vision_encoder`. A shard
-    has the `exchange` of its ranks, and its `logits` takes `local=True` for its own part of the vocabulary."""
+    """The model interface that the runner needs (see quire.models). A vision model also has a `vision_encoder`. Rows
+    that `embed` returns have `row_width` numbers, if the model has that, else those of a hidden state. A shard has the
+    `exchange` of its ranks, and its `logits` takes `local=True` for its own part of the vocabulary."""
 
     @property
     def can_cut_attention(self) -> bool: ...
@@ -189,6 +190,7 @@ class ModelRunner:
         self.state_checker: StateChecker | None = None  # in debug mode, if layers have states
         self.state_replay: StateReplay | None = None  # if layers have states, and steps draft tokens
         self.image_inputs: ImageInputs | None = None  # if the model has images
+        self.image_spans: dict[int, tuple[tuple[int, int], ...]] | None = None  # by slot, if one sees all of itself
         self.bidirectional_lens: np.ndarray | None = None  # by slot, the length of a prompt that is attended both ways
         self.decode_graphs: DecodeGraphs | RecordedDecodeSteps | None = None
         self.mixed_graphs: MixedGraphs | None = None  # of steps with prompts
@@ -245,6 +247,7 @@ class ModelRunner:
                 self.backend.check_cache(cache)
         if kv_config.both_ways:
             self.bidirectional_lens = np.zeros(kv_config.slots, dtype=np.int64)
+        self.image_spans = {} if kv_config.whole_images else None
         self.sampler = self._make_sampler(kv_config.slots)
         self._make_sampled_tokens(kv_config.slots)
         if self.use_graphs:
@@ -322,8 +325,9 @@ class ModelRunner:
             model, logits, store, backend, sampled, store.staging, max_rows, epilogues, capturer, self.image_inputs,
             self.base_positions, self.hidden_states,
         )  # fmt: skip
+        row_width = getattr(model, "row_width", self.spec.hidden)
         self.mixed_graphs = MixedGraphs(
-            model, logits, store, backend, sampled, self.spec.hidden, self.decode_graphs.capture_sizes, epilogues,
+            model, logits, store, backend, sampled, row_width, self.decode_graphs.capture_sizes, epilogues,
             capturer, self.hidden_states,
         )  # fmt: skip
 
@@ -409,6 +413,9 @@ class ModelRunner:
         if self.bidirectional_lens is not None:
             for init in plan.new_slots:
                 self.bidirectional_lens[init.slot] = init.prompt_len
+        if self.image_spans is not None:
+            for init in plan.new_slots:
+                self.image_spans[init.slot] = tuple((image.start, image.end) for image in init.images)
         if self.image_inputs is None:
             self.store.apply_page_ops(plan.page_ops)
         else:
@@ -541,6 +548,12 @@ class ModelRunner:
             return True
         if self.pooler.needs_hidden(slices):
             return True
+        if self.image_spans is not None and any(
+            first < end and start < stop
+            for slot, start, end in zip(slices.slots, slices.starts, slices.ends)
+            for first, stop in self.image_spans.get(slot, ())
+        ):
+            return True
         return self.bidirectional_lens is not None and any(
             start < self.bidirectional_lens[slot] for slot, start in zip(slices.slots, slices.starts)
         )
@@ -566,6 +579,8 @@ class ModelRunner:
         if self.bidirectional_lens is not None:
             bidirectional = flat_inputs.starts < self.bidirectional_lens[flat_inputs.slots]
         batch = build_flat_batch(flat_inputs, self.store, self.sampled_tokens, bidirectional)
+        if self.image_spans is not None:
+            batch = batch.split_at_images(self.image_spans)
         if self.image_inputs is not None:
             merger = self.image_inputs.embedding_merger(flat_inputs)
             cross_attention = self.image_inputs.cross_attention_context(flat_inputs, self.backend)

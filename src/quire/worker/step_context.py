@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch, LayerCache
+from quire.kernels.forward_batch import ForwardBatch, HeadNorms, LayerCache
 from quire.kernels.kv_selection import compress_prompts, prompt_ends
 from quire.kernels.mamba_states import StateCache, StatePlan
-from quire.layers.norm import RMSNorm
 from quire.layers.rotary import RotaryEmbedding, prepare_qkv
 from quire.models.hidden_states import HiddenStates
 from quire.worker.cross_attention import CrossAttentionContext
@@ -88,8 +87,7 @@ class StepContext:
         )  # fmt: skip
 
     def attend(
-        self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None, norms: tuple[RMSNorm,
-        RMSNorm] | None = None,
+        self, layer: int, qkv: Tensor, rotary: RotaryEmbedding | None = None, norms: HeadNorms | None = None,
         last: bool = False,
     ) -> Tensor:  # fmt: skip
         cache = self.caches[layer]
@@ -99,7 +97,7 @@ class StepContext:
             out = self.backend.rotate_and_attend(qkv, rotary, norms, cache, plan)
             return self._after_attend(out, qkv[:, : cache.heads], cache)
         angles = self._rotary_tables(rotary, qkv.dtype) if rotary is not None else None
-        q, k, v = prepare_qkv(qkv, cache.heads, angles, norms)
+        q, k, v = prepare_qkv(qkv, cache.heads, cache.kv_heads, angles, norms)
         queries = q if query_batch is None else q.index_select(0, query_batch.logits_indices)
         return self._after_attend(self.backend.attend(queries, k, v, cache, plan), q, cache)
 

@@ -82,7 +82,7 @@ def test_equal_to_the_plain_loop(
         for x in (wide[:, :hidden], wide[:, 3:].contiguous()):
             logits = plain.router(x)
             choose(plain, route(logits, config.per_token, config.renormalize), monkeypatch)
-            check(packed.packed(x, logits, config.per_token, config.renormalize), plain.mix(x), ERROR[dtype])
+            check(packed.packed(x, logits, config.per_token, config.renormalize), plain.mix(x, x), ERROR[dtype])
             monkeypatch.undo()
             if dtype == FP32:  # in bf16 a tie may be decided otherwise
                 check(packed(x), plain(x), ERROR[dtype])
@@ -101,6 +101,8 @@ def test_the_choice_equals_torch(renormalize: bool, dtype: torch.dtype) -> None:
         assert torch.equal(chosen, at[:, :top]), "the first of equal ones"
         want = want[:, :top]
         torch.testing.assert_close(weights, want / want.sum(1, keepdim=True) if renormalize else want)
+        scale = torch.rand(count)
+        assert torch.equal(route(logits, top, renormalize, scale)[0], weights * scale[chosen])
     for wrong in (torch.nan, torch.inf):
         logits[7, 3] = wrong
         weights, chosen = route(logits, top, renormalize)

@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.errors import StartupError
 from quire.kernels.cpu.backend import NativeBackend, supports, tile_queries
 from quire.kernels.cpu.library import RecordedOps
-from quire.kernels.forward_batch import ForwardBatch, LayerCache
+from quire.kernels.forward_batch import ForwardBatch, HeadNorms, LayerCache
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
 SIZES = {
@@ -46,6 +46,7 @@ SHAPES = {
     "narrow": Shape(4, 4, 8, page=2),
     "128": Shape(5, 1, 128, page=64),
     "256": Shape(4, 2, 256, window=100),
+    "512": Shape(8, 1, 512),
     "tokens first": Shape(dim=40, layout="tokens first"),
     "two buffers": Shape(window=24, softcap=3.0, layout="two buffers"),
     "gaps": Shape(page=8, layout="gaps"),
@@ -167,7 +168,7 @@ def rotated(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [6, 64, 80])
-@pytest.mark.parametrize("normed", [None, "as the cache", "fp32"])
+@pytest.mark.parametrize("normed", [None, "as the cache", "fp32", "values too", "keys as values"])
 def test_rotation_is_rounded_once(variant, dtype, dim, normed) -> None:
     backend = NativeBackend(kernels=kernels(variant, 3))
     rows = filled(Shape(dim=dim, dtype=dtype), [(40, 1), (3, 9)])
@@ -182,18 +183,25 @@ def test_rotation_is_rounded_once(variant, dtype, dim, normed) -> None:
         def __init__(self, weight: Tensor) -> None:
             self.weight = weight
 
+    if normed == "keys as values":
+        qkv, turned[:, 8:] = qkv[:, :8], turned[:, 6:8]
+    norm_values = normed in ("values too", "keys as values")
     if normed:
         turned *= (turned.square().mean(-1, keepdim=True) + Plain.eps).rsqrt()
         turned *= torch.cat((weights[0].expand(6, dim), weights[1].expand(2, dim), weights[0].expand(2, dim)))
+    values = turned[:, 8:] if norm_values else rows.v
     turned = rotated(turned, Plain.table, rows.batch.positions)
     plan = backend.plan(rows.batch, rows.cache)
-    norms = (Plain(weights[0]), Plain(weights[1])) if normed else None
+    norms = HeadNorms(*(Plain(weights[i]) for i in (0, 1, 0)[: 2 + norm_values])) if normed else None
     backend.rotate_and_attend(qkv, Plain(weights[0]), norms, rows.cache, plan)
     pages, places = rows.batch.slot_mapping(rows.cache)
     near = {"atol": 1e-6, "rtol": 0.51 * torch.finfo(dtype).eps + 2e-6}
     torch.testing.assert_close(qkv[:, :6].double(), turned[:, :6], **near)
     torch.testing.assert_close(rows.cache.keys[pages, :, places].double(), turned[:, 6:8], **near)
-    assert torch.equal(rows.cache.values[pages, :, places], rows.v)
+    if norm_values:
+        torch.testing.assert_close(rows.cache.values[pages, :, places].double(), values, **near)
+    else:
+        assert torch.equal(rows.cache.values[pages, :, places], rows.v)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -55,6 +55,9 @@ def test_norms_equal_torch(dtype: torch.dtype, size: int) -> None:
             check(got, rms(stream[:, :size], scale))
             if through is None:
                 assert torch.equal(stream[:, :size], summed), "the sum is rounded as torch rounds it"
+                got = rms_norm(stream[:, :size], scale, 1e-5, delta=delta, scale=0.3)
+                assert torch.equal(stream[:, :size], (summed + delta) * 0.3), "and so is its multiple"
+                check(got, rms(stream[:, :size], scale))
 
 
 @pytest.mark.parametrize("dtype", ERROR)

@@ -143,6 +143,9 @@ def test_choice_equals_torch(count: int, top: int, normalised: bool, dtype: torc
         if dtype == torch.float32:  # in others there are ties
             assert torch.equal(chosen, at)
         torch.testing.assert_close(routing.weights, want / want.sum(dim=1, keepdim=True) if normalised else want)
+        scale = random(count)
+        scaled = route(logits, top, normalised, False, scale, pdl=pdl)
+        torch.testing.assert_close(scaled.weights, routing.weights * scale[chosen], atol=0, rtol=1e-6)
         assert routing.pairs is not None
         assert routing.counts is not None
         lists = [sorted(pairs[:used]) for pairs, used in zip(routing.pairs.tolist(), routing.counts.tolist())]

@@ -77,6 +77,10 @@ def test_the_sum_may_go_through_a_norm_first(size: int, dtype: torch.dtype, pdl:
     assert_rounded(got, F.rms_norm(x.double(), (size,), weight.double(), EPS))
     torch.testing.assert_close(got.double(), want, atol=0.05 if dtype != torch.float32 else 1e-5, rtol=0)
     assert torch.equal(delta, before)
+    total = x + delta
+    got = rms_norm(x, weight, EPS, delta=delta, scale=0.3, pdl=pdl)
+    torch.testing.assert_close(x, total * 0.3, atol=0, rtol=torch.finfo(dtype).eps)
+    assert_rounded(got, F.rms_norm(x.double(), (size,), weight.double(), EPS))
 
 
 @LAUNCHES

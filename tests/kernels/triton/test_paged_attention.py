@@ -123,6 +123,7 @@ SHAPES = pytest.mark.parametrize(
         *(Shape(*of, window=w) for of in ((4, 4), (4, 2), (7, 1), (56, 8), (5, 1)) for w in (None, 5, 24, 100)),
         *(Shape(page=page) for page in (1, 2, 3, 4, 8, 32, 64, 128, 256)),
         *(Shape(dim=dim) for dim in (8, 64, 80, 96, 128, 256)),
+        *(Shape(*heads, 512, window=window) for heads in ((8, 1), (16, 1), (4, 2)) for window in (None, 24)),
         *(Shape(chunk=chunk, layout=layout) for chunk in (1, 5, 32, 33, 100) for layout in ("pages", "token runs")),
         *(Shape(7, 1, 8, 4, chunk=chunk, softcap=0.7) for chunk in (5, 33, 128)),
         *(Shape(6, 2, 16, page, w, layout=layout) for page, w in ((4, None), (64, 24)) for layout in PAGED[1:]),
@@ -287,7 +288,8 @@ def check_prompt(
     q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
     tiles = tiles_of(chunks, tile_queries(shape.heads, shape.kv_heads, shape.dim, dtype.itemsize, small))
     if rows:
-        tiles[:, 3] = ints(rows)[tiles[:, 0] - 1] - 1
+        last = ints(rows)[tiles[:, 0] - 1] - 1
+        tiles = torch.column_stack((tiles[:, :3], last.to(torch.int32), tiles[:, 3])).contiguous()
     got = prefill(q, memory.cache, memory.tables, tiles, small=small, bidirectional=bool(rows))
     check_rows(got, q, memory, shape, chunks, bool(rows))
 
@@ -323,6 +325,10 @@ def test_programs_fit_the_shared_memory_of_smaller_gpus(room: int, monkeypatch: 
         block, _, stages = attention._tile_config(*padded, 2, programs, DEVICE)
         assert attention.program_bytes(*padded, 2, block, stages) <= room
         assert stages >= 3 or room == 101_376
+    for group in (1, 8, 16):
+        padded = attention._padded_tile(group, 512)
+        block, _, stages = attention._tile_config(*padded, 2, 4, DEVICE)
+        assert attention.program_bytes(*padded, 2, block, stages) <= room
     # What the compiler gave these for Hopper, in bytes.
     assert attention.program_bytes(16, 128, 2, 64, 4) == 104_448
     assert attention.program_bytes(64, 256, 2, 32, 4) == 135_168

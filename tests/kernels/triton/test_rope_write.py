@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from grids import CUDA, DEVICE, LAUNCHES, assert_rounded, random
 from test_paged_attention import CONTIGUOUS, PAGED, Shape, cache_of
 from torch import Tensor
 
-from quire.kernels.forward_batch import LayerCache
+from quire.kernels.forward_batch import HeadNorms, LayerCache
 from quire.kernels.triton.rope_write import rope_write
 from quire.layers.rope_config import RopeConfig
 from quire.layers.rotary import cos_sin_table, rotate
@@ -28,8 +29,9 @@ class Case(NamedTuple):
     layout: str = "pages"
 
 
-def norms_of(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
-    return random(dim, dtype=dtype, seed=3) + 1, random(dim, dtype=dtype, seed=4) + 1, EPS
+def norms_of(dim: int, dtype: torch.dtype, of_values: bool = False) -> HeadNorms:
+    norms = [SimpleNamespace(weight=random(dim, dtype=dtype, seed=seed) + 1, eps=EPS) for seed in (3, 4, 5)]
+    return HeadNorms(*norms[: 2 + of_values])
 
 
 def rotary_of(dim: int) -> Tensor:
@@ -61,13 +63,15 @@ def places(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def expected(
-    qkv: Tensor, case: Case, positions: Tensor, rotary: Tensor | None, norms: tuple[Tensor, Tensor, float] | None
+    qkv: Tensor, case: Case, positions: Tensor, rotary: Tensor | None, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in fp64."""
-    q, k, v = qkv.double().split((case.heads, case.kv_heads, case.kv_heads), dim=1)
-    if norms is not None:
-        q = F.rms_norm(q, (case.dim,), norms[0].double(), norms[2])
-        k = F.rms_norm(k, (case.dim,), norms[1].double(), norms[2])
+    heads, kv_heads = case.heads, case.kv_heads
+    q, k, v = (qkv.double()[:, part] for part in (slice(heads), slice(heads, heads + kv_heads), slice(-kv_heads, None)))
+    q, k, v = (
+        x if norm is None else F.rms_norm(x, (case.dim,), norm.weight.double(), norm.eps)
+        for x, norm in zip((q, k, v), norms or (None,) * 3)
+    )
     if rotary is not None:
         cos, sin = rotary.double()[positions].unsqueeze(1).unbind(2)
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -77,12 +81,12 @@ def expected(
 
 def check(
     case: Case, dtype: torch.dtype, *, rotated: bool = True, normed: bool = False, in_place: bool = False,
-    pdl: bool = False, gap: int = 0,
+    pdl: bool = False, gap: int = 0, norm_values: bool = False, keys_as_values: bool = False,
 ) -> None:  # fmt: skip
     cache, tables = poisoned(case, dtype)
     slots, positions = places(case)
-    rotary, norms = rotary_of(case.dim) if rotated else None, norms_of(case.dim, dtype) if normed else None
-    heads = case.heads + 2 * case.kv_heads
+    rotary, norms = rotary_of(case.dim) if rotated else None, norms_of(case.dim, dtype, norm_values) if normed else None
+    heads = case.heads + (1 if keys_as_values else 2) * case.kv_heads
     wide = random(len(slots), heads + gap, case.dim, dtype=dtype)
     qkv = wide[:, :heads]
     elsewhere = torch.empty(len(slots), case.heads + gap, case.dim, dtype=dtype, device=DEVICE)
@@ -95,7 +99,10 @@ def check(
     size, keys, values = cache.page_tokens, cache.keys, cache.values
     pages, offsets = tables[slots, positions // size], positions % size
     assert_rounded(keys[pages, :, offsets], k)
-    assert torch.equal(values[pages, :, offsets], v.to(dtype)), "values are copied, bit for bit"
+    if norm_values:
+        assert_rounded(values[pages, :, offsets], v)
+    else:
+        assert torch.equal(values[pages, :, offsets], v.to(dtype)), "values are copied, bit for bit"
     for view, old in zip((keys, values), before):
         view[pages, :, offsets] = old.as_strided(view.shape, view.stride(), view.storage_offset())[pages, :, offsets]
     for view, old in zip((keys, values), before):
@@ -113,6 +120,8 @@ BOTH = (False, True)
         *((Case(*heads, 32, page), {}) for heads in ((4, 4), (8, 2), (56, 8)) for page in (1, 4, 16, 256)),
         *((Case(5, 1, dim, 16), {"normed": normed}) for dim in (16, 80, 96, 128, 256) for normed in BOTH),
         *((Case(6, 3, 64, 16), {"rotated": r, "normed": n, "in_place": True}) for r in BOTH for n in BOTH),
+        *((Case(8, 1, 512, 16), {"normed": True, "norm_values": True, "keys_as_values": k}) for k in BOTH),
+        (Case(6, 3, 32, 16), {"keys_as_values": True, "in_place": True}),
         *((Case(20, 20, 128, 16), {"rotated": r, "gap": 2}) for r in BOTH),  # more heads than a program takes
     ],
     ids=str,

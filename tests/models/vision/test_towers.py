@@ -57,6 +57,12 @@ def paligemma() -> nn.Module:
     return of_family("paligemma", vision_config=vision, text_config={"model_type": "gemma2", **TEXT}, **more)
 
 
+def gemma3() -> nn.Module:
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER}
+    text = {"model_type": "gemma3_text", **TEXT}
+    return of_family("gemma3", vision_config=vision, text_config=text, mm_tokens_per_image=4, image_token_index=59)
+
+
 def internvl(vision: dict[str, Any] | None = None, **options: Any) -> nn.Module:
     tower = {**TOWER, "image_size": [28, 28], "patch_size": [7, 7], **(vision or {})}
     return of_family("internvl", vision_config=tower, text_config={"model_type": "qwen2", **TEXT}, **options)
@@ -238,7 +244,7 @@ def test_phi3(order: str, tmp_path: Path) -> None:
         check(encoder, encode_image(encoder, shown.tiles, shown.grid, at_once=2), found, shown.grid)
 
 
-@pytest.mark.parametrize("family", [llava, paligemma, internvl, mllama])
+@pytest.mark.parametrize("family", [llava, paligemma, gemma3, internvl, mllama])
 def test_names_before_the_newer_ones(family: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Checkpoints published before transformers 5 lack "model." before the tower; its own layout in memory has it."""
     model = family()
@@ -248,7 +254,7 @@ def test_names_before_the_newer_ones(family: Callable[[], nn.Module], tmp_path: 
     older = {k.removeprefix("model."): v for k, v in plain.items()}
     nested = {k.replace("vision_tower.e", "vision_tower.vision_model.e"): v for k, v in older.items()}
     for tensors in (plain, older, nested):
-        if family in (llava, paligemma) or "vision_tower.vision_model" not in " ".join(tensors):
+        if family in (llava, paligemma, gemma3) or "vision_tower.vision_model" not in " ".join(tensors):
             save_file({k: v.contiguous() for k, v in tensors.items()}, tmp_path / "model.safetensors")
             got = ours(config, tmp_path, prepare=False).state_dict()
             assert all(torch.equal(got[name], expected[name]) for name in expected)

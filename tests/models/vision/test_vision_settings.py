@@ -19,6 +19,7 @@ from quire.weights.checkpoint_files import read_preprocessor_config
 
 WIDTHS = {
     "llava-onevision-7b": 3584, "internvl2-8b": 4096, "phi-3-vision": 3072, "paligemma2-10b": 3584,
+    "gemma-3-4b": 2560,
     "llama-3.2-11b-vision": 4096,
 }  # fmt: skip
 
@@ -39,6 +40,7 @@ def whole(name: str) -> dict[str, Any]:
         ("internvl2-8b", 338, 3328, 13),
         ("phi-3-vision", 313, 2653, 17),
         ("paligemma2-10b", 417, 256, 1),
+        ("gemma-3-4b", 420, 256, 1),
         ("llama-3.2-11b-vision", 895, 6404, 1),
     ],
 )
@@ -51,6 +53,7 @@ def test_published_ones(name: str, millions: int, most_rows: int, parts: int) ->
     assert encoder.encodes_whole_image == settings.uses_cross_attention == (name == "llama-3.2-11b-vision")
     assert settings.bidirectional == (name == "paligemma2-10b")
     spec = settings.spec(7_000_000_000)
+    assert spec.bidirectional_images == (name == "gemma-3-4b")
     assert (spec.max_embeds, spec.bidirectional_prompt) == (most_rows, settings.bidirectional)
     assert spec.activations == settings.activation_bytes(min(8, settings.tiling.max_parts), 2)
     assert spec.part_embeds == (0 if settings.uses_cross_attention else most_rows // parts)
@@ -80,7 +83,7 @@ def test_preprocessor_config_may_be_missing() -> None:
         assert bare.tower == stored.tower
 
 
-LLAVA, INTERN, PHI3, GEMMA, LLAMA = VISION_CONFIGS
+LLAVA, INTERN, PHI3, GEMMA, GEMMA3, LLAMA = VISION_CONFIGS
 HOSTILE: list[tuple[str, str, Any, str]] = [
     (LLAVA, "architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel' has no vision encoder"),
     (LLAVA, "vision_config", {}, "has no vision_config"),
@@ -123,6 +126,8 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
     (PHI3, "embd_layer.use_hd_transform", False, "use_hd_transform"),
     (PHI3, "embd_layer.hd_transform_order", "both", "hd_transform_order"),
     (GEMMA, "vision_config.projection_dim", 2048, "projection_dim is 2048"),
+    (GEMMA3, "mm_tokens_per_image", 10, "mm_tokens_per_image is 10, and the tower has 64 x 64 patches"),
+    (GEMMA3, "mm_tokens_per_image", 9, "It must be the square of a number that divides them"),
     (LLAMA, "vision_config.max_num_tiles", 17, "max_num_tiles"),
     (LLAMA, "vision_config.max_num_tiles", 3, "supported_aspect_ratios"),
     (LLAMA, "vision_config.intermediate_layers_indices", [3, 32], "intermediate_layers_indices"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from published_processors import PIECES, TEXT_CONFIGS, WORDS, published_processor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
@@ -28,6 +29,7 @@ from quire.protocol.image_tiling import (
     FittedCanvasTiling,
     HDTiling,
     ImageTiling,
+    PooledTile,
     SingleTile,
     TileGrid,
 )
@@ -117,6 +119,14 @@ def test_paligemma(height: int, width: int) -> None:
     image = picture(height, width)
     got = read_image_preprocessor({"resample": 3}, SingleTile(TILE, SIDE), HALF).prepare(image)
     theirs = SiglipImageProcessorPil(size={"height": TILE, "width": TILE}, **NORMAL)
+    check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_gemma3(height: int, width: int) -> None:
+    image = picture(height, width)
+    got = read_image_preprocessor({}, PooledTile(TILE, SIDE), HALF).prepare(image)
+    theirs = Gemma3ImageProcessorPil(size={"height": TILE, "width": TILE}, **NORMAL)
     check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
 
 
@@ -250,6 +260,14 @@ def test_paligemmas_pictures_lead() -> None:
     assert ids[512:] == [2, 5, 10]
 
 
+def test_an_image_of_gemma3_is_between_empty_lines() -> None:
+    one: Any = published_processor("gemma-3-4b")
+    assert one.normalize_placeholders("a<start_of_image>b") == "a\n\n<image_soft_token>\n\nb"
+    ids, spans = one.expand_placeholders([5, 96, 6], [one.prepare(picture(50, 80)).grid])
+    assert spans == [(2, 256)]
+    assert ids == [5, 95, *[96] * 256, 97, 6]
+
+
 def test_what_pictures_depend_on_is_told() -> None:
     assert len({published_processor(name).cache_settings for name in TEXT_CONFIGS}) == len(TEXT_CONFIGS)
     other = read_image_preprocessor({**PREPROCESSOR_CONFIGS["llava-onevision-7b"], "resample": 2},
@@ -272,6 +290,7 @@ def test_settings_in_keys_have_no_names_of_classes_or_fields() -> None:
     end = "resample 3 background 127 127 127"
     tilings: dict[str, ImageTiling] = {
         f"single 56 4 {end}": SingleTile(56, 4),
+        f"pooled 56 4 {end}": PooledTile(56, 4),
         f"closest 56 4 2 1 12 1 {end}": ClosestAspectTiling(56, 4, 2, 1, 12),
         f"closest 56 4 2 1 12 0 {end}": ClosestAspectTiling(56, 4, 2, 1, 12, thumbnail=False),
         f"fitted 56 4 9 {end}": FittedCanvasTiling(56, 4, 9),

@@ -16,15 +16,23 @@ def act_and_mul(gate_up: Tensor, activation: str, *, out: Tensor | None = None, 
 
     `activation` is a key of ACTIVATIONS. Any row strides. `pdl` has no effect on a CPU.
     """
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((rows, size), dtype=gate_up.dtype) if out is None else out
-    assert (gate_up.shape[1], out.shape, out.dtype) == (2 * size, (rows, size), gate_up.dtype), "two halves in, one out"
-    assert gate_up.stride(1) == out.stride(1) == 1, "rows are contiguous"
+    size = gate_up.shape[1] // 2
+    assert gate_up.shape[1] == 2 * size, "two halves"
+    return act_times(gate_up[:, :size], gate_up[:, size:], activation, out)
+
+
+def act_times(gate: Tensor, up: Tensor, activation: str, out: Tensor | None = None) -> Tensor:
+    """Return act(gate) * up for gate and up [T, I], in `out` [T, I] (None: a new tensor). Any row strides."""
+    (rows, size), dtype = gate.shape, gate.dtype
+    out = torch.empty((rows, size), dtype=dtype) if out is None else out
+    assert gate.shape == up.shape == out.shape, "one shape"
+    assert gate.dtype == up.dtype == out.dtype, "one dtype"
+    assert gate.stride(1) == up.stride(1) == out.stride(1) == 1, "rows are contiguous"
     kind, (part, parts) = ACTIVATIONS[activation], split_columns(size)
-    strides = gate_up.stride(0), out.stride(0)
     required_library().call(
-        f"gate_{DTYPE_SUFFIXES[gate_up.dtype]}", rows * parts, gate_up, out, size, part, *strides, kind
-    )
+        f"gate_{DTYPE_SUFFIXES[dtype]}", rows * parts, gate, out, size, part, gate.stride(0), out.stride(0), kind,
+        up, up.stride(0),
+    )  # fmt: skip
     return out
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.errors import StartupError
 from quire.kernels.cpu.library import SCRATCH, Argument, Library
 from quire.kernels.cpu.library_loader import library, missing_reason
-from quire.kernels.forward_batch import ForwardBatch, HeadNorm, LayerCache, RotaryTable
+from quire.kernels.forward_batch import ForwardBatch, HeadNorms, LayerCache, RotaryTable
 from quire.kernels.limits import MAX_CPU_SPLITS
 from quire.protocol.kv_cache_config import KVCacheLayout
 
@@ -187,30 +187,28 @@ class NativeBackend:
         return self.attend_cached(q, cache, plan)
 
     def rotate_and_attend(
-        self, qkv: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None, cache: LayerCache,
+        self, qkv: Tensor, rotary: RotaryTable | None, norms: HeadNorms | None, cache: LayerCache,
         plan: CpuAttentionPlan,
     ) -> Tensor:  # fmt: skip
-        """Attend from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised, if `norms`, and
-        rotated, if `rotary`; the same operation writes keys and values. Queries are rotated in place. If the layer does
-        not write, qkv may hold only the queries."""
+        """Attend from qkv [T, heads + 2 kv_heads, dim], which is first normalised, if `norms`, and whose queries and
+        keys are rotated, if `rotary`; the same operation writes keys and values. Queries are rotated in place. If the
+        layer does not write, qkv may hold only the queries; without values, these are the keys as they come."""
         q, table = qkv[:, : cache.heads], None if rotary is None else rotary.table
-        k, v = (qkv[:, i : i + cache.kv_heads] for i in (cache.heads, cache.heads + cache.kv_heads))
+        k, v = qkv[:, cache.heads : cache.heads + cache.kv_heads], qkv[:, -cache.kv_heads :]
         self._write_kv(q if rotary is not None or norms is not None else None, k, v, table, norms, cache, plan)
         return self.attend_cached(
             q if plan.query_indices is None else q.index_select(0, plan.query_indices), cache, plan
         )
 
     def _write_kv(
-        self, q: Tensor | None, k: Tensor, v: Tensor, rotary: Tensor | None, norms: tuple[HeadNorm, HeadNorm] | None,
+        self, q: Tensor | None, k: Tensor, v: Tensor, rotary: Tensor | None, norms: HeadNorms | None,
         cache: LayerCache, plan: CpuAttentionPlan,
     ) -> None:  # fmt: skip
         """Normalise and rotate the queries in place (None: leave them), and write keys and values to their pages."""
         if q is None and not cache.writes_kv:
             return
         tokens = len(plan.positions)
-        q_weight, k_weight, eps = (
-            (None, None, 0.0) if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps)
-        )
+        q_weight, k_weight, v_weight = (None if norm is None else norm.weight for norm in norms or (None,) * 3)
         k, v = _dense_heads(k), _dense_heads(v)
         q_stride = 0 if q is None else q.stride(0)
         chunks = min(tokens, self.num_chunks)
@@ -218,8 +216,9 @@ class NativeBackend:
             f"attention_write_{_kernel_suffix(k, cache)}", chunks, *self._cache_args(cache, plan.tables),
             q, k, v, q, q_stride, k.stride(0), v.stride(0), q_stride, plan.token_slots, plan.positions,
             plan.cache_positions,
-            rotary, q_weight, k_weight, float(eps), tokens, chunks, int(cache.writes_kv), plan.prompts, plan.budget,
-            int(q_weight is not None and q_weight.dtype == torch.float32),
+            rotary, q_weight, k_weight, 0.0 if norms is None else float(norms.q.eps),
+            tokens, chunks, int(cache.writes_kv), plan.prompts, plan.budget,
+            int(q_weight is not None and q_weight.dtype == torch.float32), v_weight,
         )  # fmt: skip
 
     def attend_cached(self, q: Tensor, cache: LayerCache, plan: CpuAttentionPlan) -> Tensor:
@@ -276,7 +275,8 @@ def _dense_heads(x: Tensor) -> Tensor:
 
 def _prompt_tiles(batch: ForwardBatch, rows: np.ndarray, cache: LayerCache) -> np.ndarray:
     """Return the tiles of these rows, int64 [n, 6]: slot, first query, queries, position of the first, end position,
-    and 1 if bidirectional (all see up to the end). The largest come first, so that threads end together."""
+    and 1 if bidirectional (all see up to the end), or 2 if from their windows on. The largest come first, so that
+    threads end together."""
     most = tile_queries(cache.heads // cache.kv_heads, cache.head_dim)
     lengths, ends = batch.lengths[rows], batch.context_lens(cache.group)[rows]
     counts = -(-lengths // most)
@@ -285,5 +285,6 @@ def _prompt_tiles(batch: ForwardBatch, rows: np.ndarray, cache: LayerCache) -> n
     queries = np.minimum(lengths[row] - cut, most)
     position, both_ways = batch.starts[rows][row] + cut, batch.bidirectional_mask[rows][row]
     end = np.where(both_ways, ends[row], position + queries)
-    tiles = np.stack([batch.slots[rows][row], batch.offsets[rows][row] + cut, queries, position, end, both_ways], 1)
+    kind = both_ways * (1 + batch.bidirectional_in_window)
+    tiles = np.stack([batch.slots[rows][row], batch.offsets[rows][row] + cut, queries, position, end, kind], 1)
     return np.ascontiguousarray(tiles[np.argsort(-end * queries, kind="stable")].astype(np.int64))

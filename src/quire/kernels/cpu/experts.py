@@ -35,10 +35,10 @@ class PackedExperts:
 
     def __call__(
         self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool, shared: Tensor | None = None,
-        shared_gate: Tensor | None = None,
+        shared_gate: Tensor | None = None, scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return [T, hidden] of x [T, hidden] and the router's logits [T, experts], as SparseMLP. `shared` [T, hidden]
-        is the shared expert's output, to be multiplied by the sigmoid of `shared_gate` [T, 1]."""
+        is the shared expert's output, to be multiplied by the sigmoid of `shared_gate` [T, 1]. `scale`: see `route`."""
         kernels, (tokens, size), experts = required_library(), x.shape, len(self.down.weights)
         columns, dtype = self.gate_up.weights[0].columns, self.gate_up.weights[0].dtype
         assert x.dtype == dtype, f"{x.dtype} is not {dtype}"
@@ -53,7 +53,7 @@ class PackedExperts:
             shared, shared_gate = shared.contiguous(), shared_gate.contiguous()
         if not tokens:
             return out
-        weights, chosen = route(logits, top_k, renormalize)
+        weights, chosen = route(logits, top_k, renormalize, scale)
         bounds, hit, places = (
             torch.empty(count, dtype=torch.int64) for count in (experts + 1, min(experts, pairs), pairs)
         )
@@ -71,15 +71,16 @@ class PackedExperts:
         return out
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, renormalize: bool, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return weights (fp32) and experts (int64), as quire.kernels.triton.fused_moe.topk_softmax."""
     tokens, experts = logits.shape
     assert 1 <= top_k <= experts, f"{top_k} of {experts} experts"
+    assert scale is None or (scale.shape, scale.dtype) == ((experts,), torch.float32), "a scale an expert, in fp32"
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     weights, chosen = (torch.empty(tokens, top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
     required_library().call(
         f"experts_route_{DTYPE_SUFFIXES[logits.dtype]}", -(-tokens // ROUTED_ROWS), logits, weights, chosen, tokens,
-        experts, top_k, logits.stride(0), int(renormalize), ROUTED_ROWS,
+        experts, top_k, logits.stride(0), int(renormalize), ROUTED_ROWS, scale,
     )  # fmt: skip
     return weights, chosen
 

@@ -12,15 +12,15 @@ from quire.kernels.cpu.library_loader import required_library
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, post_norm_weight: Tensor | None = None,
-    out: Tensor | None = None, pdl: bool = False,
+    scale: float = 1.0, out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return x / sqrt(mean(x^2) + eps) * weight for x [T, size], in `out` (None: a new tensor). Weights are in x's
     dtype or in fp32.
 
-    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, x += rms_norm(delta, post_norm_weight).
-    Any row strides. Without delta and out, x may be [..., size]. `pdl` has no effect on a CPU.
+    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, x += rms_norm(delta, post_norm_weight);
+    then x *= scale. Any row strides. Without delta and out, x may be [..., size]. `pdl` has no effect on a CPU.
     """
-    return _norm(x, weight, None, eps, delta, post_norm_weight, out)
+    return _norm(x, weight, None, eps, delta, post_norm_weight, out, scale)
 
 
 def layer_norm(
@@ -33,7 +33,7 @@ def layer_norm(
 
 def _norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, delta: Tensor | None, post_norm_weight: Tensor | None,
-    out: Tensor | None,
+    out: Tensor | None, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     if x.dim() != 2 and delta is None and out is None:
         return _norm(x.reshape(-1, x.shape[-1]), weight, bias, eps, None, None, None).view(x.shape)
@@ -49,6 +49,6 @@ def _norm(
     per, chunks = split_rows(rows, size)
     name = f"norm_{DTYPE_SUFFIXES[x.dtype]}" + ("" if weight.dtype == x.dtype else f"_{DTYPE_SUFFIXES[weight.dtype]}")
     strides = x.stride(0), 0 if delta is None else delta.stride(0), out.stride(0)
-    args = x, delta, post_norm_weight, weight, bias, out, rows, per, size, *strides, float(eps)
+    args = x, delta, post_norm_weight, weight, bias, out, rows, per, size, *strides, float(eps), float(scale)
     required_library().call(name, chunks, *args)
     return out

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.forward_batch import ForwardBatch, HeadNorm, LayerCache, RotaryTable, num_evicted, to_device
+from quire.kernels.forward_batch import ForwardBatch, HeadNorms, LayerCache, RotaryTable, num_evicted, to_device
 from quire.kernels.reference import write_pages
 from quire.kernels.triton.decode import (
     SplitScratch,
@@ -56,6 +56,7 @@ class TritonAttentionPlan:
     external_rows: Sequence[tuple[int, int, int, int]] = ()
     cache_positions: Tensor | None = None
     bidirectional_tiles: Tensor | None = None
+    bidirectional_in_window: bool = False
 
 
 class CapturedBatch(NamedTuple):
@@ -125,16 +126,17 @@ class TritonBackend:
             scratch=decode_scratch(n, cache.heads, cache.kv_heads, cache.head_dim, splits, batch.device),
             cache_positions=None if cached is batch else cached.positions,
             bidirectional_tiles=self._bidirectional_tiles(of, cache) if both_ways.any() else None,
+            bidirectional_in_window=of.bidirectional_in_window,
         )
 
     def _bidirectional_tiles(self, of: ForwardBatch, cache: LayerCache) -> Tensor:
         """Return the tiles of bidirectional rows, on the device; their position is that of the row's last token."""
         rows = np.flatnonzero(of.bidirectional_mask)
         slots, starts, lengths, offsets = (x[rows] for x in (of.slots, of.starts, of.lengths, of.offsets))
-        tiles = make_prefill_tiles(slots, np.zeros_like(starts), lengths, offsets, self.tile_queries(cache))
-        last = dict(zip(slots.tolist(), (starts + lengths - 1).tolist()))
-        tiles[:, 3] = [last[slot] for slot in tiles[:, 0].tolist()]
-        return to_device(tiles, of.device)
+        tiles = make_prefill_tiles(slots, starts, lengths, offsets, self.tile_queries(cache))
+        ends = offsets + lengths
+        last = (starts + lengths - 1)[np.searchsorted(ends, tiles[:, 1], side="right")]
+        return to_device(np.column_stack((tiles[:, :3], last.astype(np.int32), tiles[:, 3])), of.device)
 
     def decode_batch(self, slots: Tensor, positions: Tensor, prompts: Tensor | None = None) -> CapturedBatch:
         """Return a step of one token a row, at `positions` [R], in `slots` [R], both on the device. A graph may capture
@@ -231,8 +233,9 @@ class TritonBackend:
     def warmup_bidirectional(self, cache: LayerCache, tables: Tensor) -> None:
         """Do the same for bidirectional rows."""
         q = torch.zeros((1, cache.heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
-        tile = torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=q.device)
-        self.default_prefill(q, cache, tables, tile, bidirectional=True)
+        tile = torch.tensor([[0, 0, 1, 0, 0]], dtype=torch.int32, device=q.device)
+        for in_window in {False, cache.is_local}:
+            self.default_prefill(q, cache, tables, tile, bidirectional=True, in_window=in_window)
 
     def warmup_long(self, cache: LayerCache, tables: Tensor) -> None:
         """Do the same for a long prompt, if the page tables have room for one."""
@@ -252,11 +255,11 @@ class TritonBackend:
         return self.attend_cached(q, cache, plan)
 
     def rotate_and_attend(
-        self, qkv: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None, cache: LayerCache,
+        self, qkv: Tensor, rotary: RotaryTable | None, norms: HeadNorms | None, cache: LayerCache,
         plan: TritonAttentionPlan,
     ) -> Tensor:  # fmt: skip
-        """Attend from qkv [T, heads + 2 kv_heads, dim], whose queries and keys are first normalised, if `norms`, and
-        rotated, if `rotary`; the same launch writes keys and values. Queries are rotated in place."""
+        """Attend from qkv [T, heads + 2 kv_heads, dim], which is first normalised, if `norms`, and whose queries and
+        keys are rotated, if `rotary`; the same launch writes keys and values. Queries are rotated in place."""
         q = qkv[:, : cache.heads]
         self.write_kv(qkv, q, rotary, norms, cache, plan)
         return self.attend_cached(
@@ -264,14 +267,14 @@ class TritonBackend:
         )
 
     def write_kv(
-        self, qkv: Tensor, q: Tensor, rotary: RotaryTable | None, norms: tuple[HeadNorm, HeadNorm] | None,
+        self, qkv: Tensor, q: Tensor, rotary: RotaryTable | None, norms: HeadNorms | None,
         cache: LayerCache, plan: TritonAttentionPlan,
     ) -> None:  # fmt: skip
         """Normalise, rotate and write: keys and values to their pages, queries to q [T, heads, dim]."""
         rope_write(
             qkv, q, cache, plan.tables, plan.token_slots, plan.positions,
             rotary=None if rotary is None else rotary.table,
-            norms=None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps), pdl=plan.pdl,
+            norms=norms, pdl=plan.pdl,
             cache_positions=plan.cache_positions,
         )  # fmt: skip
 
@@ -281,7 +284,10 @@ class TritonBackend:
         if plan.tiles is not None:
             plan.prefill_kernel(q, cache, plan.tables, plan.tiles, out)
         if plan.bidirectional_tiles is not None:
-            self.default_prefill(q, cache, plan.tables, plan.bidirectional_tiles, out, bidirectional=True)
+            self.default_prefill(
+                q, cache, plan.tables, plan.bidirectional_tiles, out,
+                bidirectional=True, in_window=plan.bidirectional_in_window,
+            )  # fmt: skip
         if plan.slots is not None:
             assert plan.lengths is not None, "rows of one query have lengths"
             decode(

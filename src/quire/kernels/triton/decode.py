@@ -398,6 +398,8 @@ def _tile_config(
         block, warps, stages = 32, 1, 4
     elif dim_pad == 256:  # 133 rows of 300 and 500 tokens: 3.92 and 4.02 TB/s; by the last case 3.58 and 3.93
         block, warps, stages = 16, 1, 3
+    elif dim_pad > 256:  # Gemma 4
+        block, warps, stages = 16, max(2, queries * dim_pad // 4096), 3
     else:
         most = next((n for n in sorted(STAGES_BY_RESIDENCY) if programs <= count * n), max(STAGES_BY_RESIDENCY))
         block, warps, stages = min(max(8192 // dim_pad, 32), 128), 2, STAGES_BY_RESIDENCY[most]

@@ -72,7 +72,7 @@ class Routing(NamedTuple):
 @fast_launch
 @triton.jit
 def _route(
-    logits, weights, chosen, counts, pairs, tokens, stride,
+    logits, weights, chosen, counts, pairs, scale, tokens, stride,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, PADDED_TOP: tl.constexpr, NORMALISED: tl.constexpr,
     LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -97,6 +97,8 @@ def _route(
         best, ids = tl.where(rank == j, likelihood, best), tl.where(rank == j, at, ids)
         x = tl.where(expert == at, -1.0, x)
     best = best / total if NORMALISED else best
+    if scale is not None:
+        best *= tl.load(scale + ids)
     real, pair = rank < TOP, row * TOP + rank
     tl.store(chosen + pair, ids.to(tl.int64), mask=real)
     tl.store(weights + pair, tl.where(wrong, float("nan"), best), mask=real)
@@ -105,9 +107,13 @@ def _route(
         tl.store(pairs + ids.to(tl.int64) * tokens + place, pair.to(tl.int32), mask=real)
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool, listed: bool = True, *, pdl: bool = False) -> Routing:
+def route(
+    logits: Tensor, top_k: int, renormalize: bool, listed: bool = True, scale: Tensor | None = None, *,
+    pdl: bool = False,
+) -> Routing:  # fmt: skip
     """Choose the `top_k` most probable experts of each row of logits [T, experts]. Their weights are probabilities,
-    divided by their sum if `renormalize`, the largest first. If not `listed`, there are no lists of pairs."""
+    divided by their sum if `renormalize`, the largest first, times the `scale` [experts] of their expert, if given. If
+    not `listed`, there are no lists of pairs."""
     tokens, experts = logits.shape
     assert logits.stride(1) == 1, "rows are contiguous"
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
@@ -116,8 +122,8 @@ def route(logits: Tensor, top_k: int, renormalize: bool, listed: bool = True, *,
     pairs = torch.empty((experts, tokens), dtype=torch.int32, device=logits.device) if listed else None
     if tokens:
         _route[(tokens,)](
-            logits, weights, chosen, chosen if counts is None else counts, chosen if pairs is None else pairs, tokens,
-            logits.stride(0),
+            logits, weights, chosen, chosen if counts is None else counts, chosen if pairs is None else pairs, scale,
+            tokens, logits.stride(0),
             EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, PADDED_TOP=power_of_2(top_k),
             NORMALISED=renormalize, LISTED=listed, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

@@ -17,14 +17,17 @@ from quire.kernels.triton.launch import power_of_2
 
 
 @triton.jit
-def add_residual(place, added, added_scale, eps, inside, SIZE: tl.constexpr, POST_NORM: tl.constexpr):
-    """Compute x[place] += added in place and return the sum. POST_NORM: `added` is normalised first."""
+def add_residual(place, added, added_scale, eps, inside, SIZE: tl.constexpr, POST_NORM: tl.constexpr, sum_scale=None):
+    """Compute x[place] += added in place and return the sum. POST_NORM: `added` is normalised first. The sum is
+    multiplied by `sum_scale`, if given."""
     values = tl.load(place, mask=inside, other=0.0)
     if POST_NORM:
         wide = added.to(tl.float32)
         added_variance = tl.sum(wide * wide, axis=0) / SIZE
         added = (wide * tl.rsqrt(added_variance + eps) * added_scale).to(values.dtype)
     values = (values.to(tl.float32) + added.to(tl.float32)).to(values.dtype)
+    if sum_scale is not None:
+        values = (values.to(tl.float32) * sum_scale).to(values.dtype)
     tl.store(place, values, mask=inside)
     return values
 
@@ -46,7 +49,7 @@ def normalize(values, scale, shift, eps, inside, SIZE: tl.constexpr, LAYER: tl.c
 @fast_launch
 @triton.jit
 def _norm(
-    x, delta, post_norm_weight, weight, bias, out, x_stride, delta_stride, out_stride, eps,
+    x, delta, post_norm_weight, weight, bias, out, x_stride, delta_stride, out_stride, eps, sum_scale,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, POST_NORM: tl.constexpr, LAYER: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +70,7 @@ def _norm(
     place = x + row * x_stride + columns
     if DELTA:
         added = tl.load(delta + row * delta_stride + columns, mask=inside, other=0.0)
-        values = add_residual(place, added, added_scale, eps, inside, SIZE, POST_NORM)
+        values = add_residual(place, added, added_scale, eps, inside, SIZE, POST_NORM, sum_scale)
     else:
         values = tl.load(place, mask=inside, other=0.0)
     result = normalize(values, scale, shift, eps, inside, SIZE, LAYER)
@@ -86,15 +89,15 @@ def num_warps_for(block: int) -> int:
 
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, post_norm_weight: Tensor | None = None,
-    out: Tensor | None = None, pdl: bool = False,
+    scale: float = 1.0, out: Tensor | None = None, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return x / sqrt(mean(x^2) + eps) * weight for x [T, size], in `out` (None: a new tensor). Weights of any dtype.
 
-    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, x += rms_norm(delta, post_norm_weight).
-    Any row strides. Without delta and out, x may be [..., size]. pdl: programmatic dependent launch, on GPUs of
-    capability 9 and more; weights are read before the kernel waits for its predecessor.
+    With `delta` [T, size], x += delta in place first; with `post_norm_weight`, x += rms_norm(delta, post_norm_weight);
+    then x *= scale. Any row strides. Without delta and out, x may be [..., size]. pdl: programmatic dependent launch,
+    on GPUs of capability 9 and more; weights are read before the kernel waits for its predecessor.
     """
-    return _launch(x, weight, None, eps, delta, post_norm_weight, out, pdl)
+    return _launch(x, weight, None, eps, delta, post_norm_weight, out, pdl, scale)
 
 
 def layer_norm(
@@ -107,7 +110,7 @@ def layer_norm(
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, delta: Tensor | None, post_norm_weight: Tensor | None,
-    out: Tensor | None, pdl: bool,
+    out: Tensor | None, pdl: bool, scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     if x.dim() != 2 and delta is None and out is None:
         return _launch(x.reshape(-1, x.shape[-1]), weight, bias, eps, None, None, None, pdl).view(x.shape)
@@ -121,7 +124,8 @@ def _launch(
     block = power_of_2(size)
     _norm[(rows,)](
         x, delta, post_norm_weight, weight, bias, out, x.stride(0), 0 if delta is None else delta.stride(0),
-        out.stride(0), eps, size, block, delta is not None, post_norm_weight is not None, bias is not None, pdl,
+        out.stride(0), eps, None if scale == 1 else scale,
+        size, block, delta is not None, post_norm_weight is not None, bias is not None, pdl,
         num_warps=num_warps_for(block), launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -48,12 +48,13 @@ def make_prefill_tiles(
 
 @triton.jit
 def _sweep(
-    query, best, weight, total, position, keys, values, table, base, begin, end, oldest, stride, inner, outer,
+    query, best, weight, total, position, own, keys, values, table, base, begin, end, oldest, stride, inner, outer,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
     VALUES_AFTER: tl.constexpr, CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the keys and values at positions begin .. end; if not MASKED every query sees all of them. No query
+    """Attend to the keys and values at positions begin .. end; if not MASKED every query sees all of them. A query sees
+    up to `position`, and its window ends at its `own`. No query
     sees positions before `oldest`, whose pages may belong to another sequence now."""
     d = tl.arange(0, DIM_PAD)
     following = token_offsets(table, base, begin, end, stride, PAGE, UNIT, TOKEN_STRIDE, BLOCK_N, CONTIGUOUS)
@@ -76,9 +77,9 @@ def _sweep(
         if MASKED:
             seen = at[None, :] <= position[:, None]
             if WINDOW is not None:
-                seen &= at[None, :] > position[:, None] - WINDOW
+                seen &= at[None, :] > own[:, None] - WINDOW
             elif CHUNK is not None:
-                seen &= at[None, :] >= position[:, None] // CHUNK * CHUNK
+                seen &= at[None, :] >= own[:, None] // CHUNK * CHUNK
             scores = tl.where(seen, scores, float("-inf"))
         new = tl.maximum(best, tl.max(scores, 1) * outer)
         weights = tl.exp2(scores * outer - new[:, None])
@@ -108,16 +109,19 @@ def _prompt(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile and key head a program. See _decode for the constants of the layout. Not FOLLOW: all queries of
-    a tile have the position of its first."""
+    a tile see up to its position, and windows end at those from its fifth number on."""
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    slot = tl.load(tiles + tile * 4)
-    token = tl.load(tiles + tile * 4 + 1)
-    many = tl.load(tiles + tile * 4 + 2)
-    earliest = tl.load(tiles + tile * 4 + 3)
+    FIELDS: tl.constexpr = 4 if FOLLOW else 5
+    slot = tl.load(tiles + tile * FIELDS)
+    token = tl.load(tiles + tile * FIELDS + 1)
+    many = tl.load(tiles + tile * FIELDS + 2)
+    earliest = tl.load(tiles + tile * FIELDS + 3)
     latest = earliest + many - 1 if FOLLOW else earliest
+    first_own = earliest if FOLLOW else tl.load(tiles + tile * FIELDS + 4)
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DIM_PAD)
     position = tl.minimum(earliest + m // GROUP, latest)
+    own = tl.minimum(first_own + m // GROUP, first_own + many - 1)
     inside = (m // GROUP < many)[:, None] & (d < DIM)[None, :]
     at = (token + m // GROUP).to(tl.int64)
     heads = head * GROUP + m % GROUP
@@ -139,25 +143,25 @@ def _prompt(
     whole, oldest = 0, 0
     if WINDOW is not None or CHUNK is not None:
         if WINDOW is not None:
-            oldest = tl.maximum(earliest - WINDOW + 1, 0)
-            whole = tl.maximum(latest - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
+            oldest = tl.maximum(first_own - WINDOW + 1, 0)
+            whole = tl.maximum(first_own + many - 1 - WINDOW + BLOCK_N, 0) // BLOCK_N * BLOCK_N
         else:
-            oldest = earliest // CHUNK * CHUNK
-            whole = (latest // CHUNK * CHUNK + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+            oldest = first_own // CHUNK * CHUNK
+            whole = ((first_own + many - 1) // CHUNK * CHUNK + BLOCK_N - 1) // BLOCK_N * BLOCK_N
         first = oldest // BLOCK_N * BLOCK_N
         whole = tl.minimum(whole, whole_end)
         best, weight, total = _sweep(
-            query, best, weight, total, position, keys, values, table, base, first, whole, oldest, stride,
+            query, best, weight, total, position, own, keys, values, table, base, first, whole, oldest, stride,
             inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CHUNK, CAPPED,
             BLOCK_N, True,
         )  # fmt: skip
     best, weight, total = _sweep(
-        query, best, weight, total, position, keys, values, table, base, whole, whole_end, oldest, stride,
+        query, best, weight, total, position, own, keys, values, table, base, whole, whole_end, oldest, stride,
         inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CHUNK, CAPPED, BLOCK_N,
         False,
     )  # fmt: skip
     best, weight, total = _sweep(
-        query, best, weight, total, position, keys, values, table, base, whole_end, latest + 1, oldest, stride,
+        query, best, weight, total, position, own, keys, values, table, base, whole_end, latest + 1, oldest, stride,
         inner, outer, DIM, DIM_PAD, PAGE, UNIT, TOKEN_STRIDE, VALUES_AFTER, CONTIGUOUS, WINDOW, CHUNK, CAPPED, BLOCK_N,
         True,
     )  # fmt: skip
@@ -167,13 +171,14 @@ def _prompt(
 
 def prefill(
     q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False,
-    bidirectional: bool = False,
+    bidirectional: bool = False, in_window: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the causal attention of the queries in `tiles` (of make_prefill_tiles, on the device): q [T, heads, dim]
     -> out [T, heads, dim]. Rows of `out` in no tile are not written. A tile of slot 0 is padding, which sees nothing;
     zeros are written for its queries, if it has any.
 
-    With `bidirectional` the position of a tile is that of the last key that its queries see; they see all up to it.
+    With `bidirectional` the position of a tile is that of the last key that its queries see; they see all up to it,
+    or with `in_window` those from their windows on. A fifth number of a tile is the position of its first query.
 
     The keys and values of all queries must be in their pages. `small` tiles waste less on rows of one token. The bits
     of a query's result depend on the size of tiles, and on nothing else of the step.
@@ -189,7 +194,8 @@ def prefill(
         q, cache.keys, cache.values, tables, tiles, cache.sinks, out, q.stride(0), q.stride(1), out.stride(0),
         tables.stride(0), cache.page_stride_units, *softmax_factors(cache.scale, cache.softcap),
         KV_HEADS=cache.kv_heads, GROUP=group, DIM=dim, DIM_PAD=max(16, power_of_2(dim)),
-        WINDOW=None if bidirectional else cache.window, CHUNK=None if bidirectional else cache.chunk,
+        WINDOW=None if bidirectional and not in_window else cache.window,
+        CHUNK=None if bidirectional and not in_window else cache.chunk,
         CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FOLLOW=not bidirectional,
         num_warps=warps, num_stages=stages, maxnreg=registers, **layout_constants(cache),
     )  # fmt: skip
@@ -199,7 +205,9 @@ def prefill(
 def _tile_config(head_dim: int, itemsize: int, small: bool) -> tuple[int, int, int, int, int | None]:
     """Return (rows of a tile, keys at a time, warps, stages of the pipeline, registers a thread; None: no limit)."""
     if itemsize == 4:  # for large heads 16 keys, because more would exceed the shared memory of small GPUs
-        return 64, 32 if head_dim <= 128 else 16, 4, 1, None
+        return (64, 32 if head_dim <= 128 else 16, 4, 1, None) if head_dim <= 256 else (16, 16, 4, 1, None)
+    if head_dim > 256:
+        return 32, 32, 4, 2, None
     if head_dim > 128:
         return 64, 32, 4, 2, None
     return (64, 64, 4, 3, None) if small else (128, 64, 8, 2, 128)

@@ -23,6 +23,7 @@ ENCODERS = {
     "internvl": "internvl:InternVL",
     "phi3": "phi3:Phi3Vision",
     "paligemma": "paligemma:PaliGemma",
+    "gemma3": "gemma3:Gemma3Vision",
     "mllama": "mllama:MllamaVision",
 }
 

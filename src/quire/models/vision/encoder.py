@@ -22,6 +22,8 @@ class VisionEncoder(nn.Module):
     """
 
     encodes_whole_image = False
+    transposed_weights = ""
+    """A regular expression for parameters that a checkpoint has as [in, out]."""
     weight_prefixes: tuple[str, ...]
 
     def __init__(
@@ -63,7 +65,7 @@ class VisionEncoder(nn.Module):
     def weight_sources(self) -> dict[str, WeightSource]:
         """Map parameter names to the checkpoint's tensors, without prefix. Call before `prepare`."""
         tower = prefixed("tower", "", tower_names(self.settings.tower))
-        return expand_weight_names(self, {**tower, **self.connector_names})
+        return expand_weight_names(self, {**tower, **self.connector_names}, self.transposed_weights)
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:

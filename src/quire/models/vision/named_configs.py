@@ -50,6 +50,10 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["PaliGemmaForConditionalGeneration"], "image_token_index": 257_152, "projection_dim": 3584,
         "vision_config": {**SIGLIP_SO400M, "image_size": 224, "projection_dim": 3584},
     },
+    "gemma-3-4b": {
+        "architectures": ["Gemma3ForConditionalGeneration"], "image_token_index": 262_144, "mm_tokens_per_image": 256,
+        "vision_config": {**SIGLIP_SO400M, "image_size": 896},
+    },
     "llama-3.2-11b-vision": {
         "architectures": ["MllamaForConditionalGeneration"], "image_token_index": 128_256,
         "vision_config": {
@@ -68,6 +72,9 @@ PREPROCESSOR_CONFIGS: dict[str, dict[str, Any]] = {
     "internvl2-8b": {"resample": 3, "size": 448, "crop_size": 448, "do_center_crop": True, **IMAGENET_COLOURS},
     "phi-3-vision": {"num_crops": 16, **CLIP_COLOURS},
     "paligemma2-10b": {"resample": 3, "size": {"height": 224, "width": 224}, **HALF_COLOURS},
+    "gemma-3-4b": {
+        "resample": 2, "size": {"height": 896, "width": 896}, "do_pan_and_scan": None, **HALF_COLOURS,
+    },
     "llama-3.2-11b-vision": {
         "resample": 2, "size": {"height": 560, "width": 560}, "max_image_tiles": 4, **CLIP_COLOURS,
     },

@@ -4,6 +4,7 @@ the tiling; and derived sizes (parameters, activations). No torch. Defaults are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,6 +19,7 @@ from quire.protocol.image_tiling import (
     FittedCanvasTiling,
     HDTiling,
     ImageTiling,
+    PooledTile,
     SingleTile,
 )
 from quire.protocol.model_spec import VisionSpec
@@ -100,6 +102,11 @@ class VisionSettings:
         return self.kind == "paligemma"
 
     @property
+    def bidirectional_images(self) -> bool:
+        """Return True if the tokens of an image attend to each other in both directions."""
+        return self.kind == "gemma3"
+
+    @property
     def uses_cross_attention(self) -> bool:
         """Return True if cross-attention layers attend to the rows, which are then not part of the text's sequence."""
         return self.kind == "mllama"
@@ -124,6 +131,7 @@ class VisionSettings:
             "internvl": 2 * width + linear + second,
             "phi3": linear + second + 2 * width,
             "paligemma": linear,
+            "gemma3": linear + width,
             "mllama": linear,
         }
         return self.tower.parameters + connector[self.kind]
@@ -159,6 +167,7 @@ class VisionSettings:
             -(-ENCODER_COST_FACTOR * (products + attention) // (2 * text)), self.part_bytes(2),
             self.partial_image_bytes(2),
             0 if self.uses_cross_attention else self.max_rows // self.tiling.max_parts, products,
+            self.bidirectional_images,
         )  # fmt: skip
 
 
@@ -290,6 +299,28 @@ def _paligemma(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, An
     }
 
 
+def _gemma3(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
+    preprocessor.require_value("do_pan_and_scan", False)
+    tower = read_tower(_section(fields, "vision_config"), SIGLIP, None)
+    rows = fields.get_int("mm_tokens_per_image", 256, maximum=tower.patches)
+    side = math.isqrt(rows)
+    if side**2 != rows or tower.patches_per_side % side:
+        raise StartupError(
+            f"mm_tokens_per_image is {rows}, and the tower has {tower.patches_per_side} x {tower.patches_per_side} "
+            "patches",
+            "It must be the square of a number that divides them",
+        )
+    return {
+        "kind": "gemma3",
+        "tower": tower,
+        "hidden": _text_section(fields).get_int("hidden_size", 2304),
+        "tiling": PooledTile(tower.image_size, side),
+        "normalization": read_normalization(preprocessor, HALF_NORMAL),
+        "bias": False,
+        "image_token_id": fields.get_int("image_token_index", fields.get_int("image_token_id", 262_144)),
+    }
+
+
 def _mllama(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
     tower = read_tower(_section(fields, "vision_config"), MLLAMA, None)
     tiles = preprocessor.get_int("max_image_tiles", tower.max_tiles)
@@ -311,6 +342,7 @@ SETTINGS_READERS: dict[str, Callable[[ConfigReader, ConfigReader], dict[str, Any
     "InternVLChatModel": _internvl_published,
     "Phi3VForCausalLM": _phi3,
     "PaliGemmaForConditionalGeneration": _paligemma,
+    "Gemma3ForConditionalGeneration": _gemma3,
     "MllamaForConditionalGeneration": _mllama,
 }
 

@@ -20,7 +20,7 @@ class ImagePlaceholder(NamedTuple):
     the image's number, from 1.
 
     With `images_first` (PaliGemma) images have no position in the text: the prompt is their ids, `bos`, the text and
-    `prompt_suffix`.
+    `prompt_suffix`. `surrounding`: the text before and after an image's ids (Gemma-3), tokenized with the other text.
     """
 
     markers: tuple[str, ...]
@@ -32,6 +32,7 @@ class ImagePlaceholder(NamedTuple):
     images_first: bool = False
     bos: int | None = None
     prompt_suffix: str = ""
+    surrounding: str = ""
 
     def token_ids(self, rows: int) -> list[int]:
         """Return the ids that replace a marker."""
@@ -80,12 +81,20 @@ def paligemma(find: TokenLookup, token: int | None) -> ImagePlaceholder:
     )
 
 
+def gemma3(find: TokenLookup, token: int | None) -> ImagePlaceholder:
+    """Gemma-3: <start_of_image>, one <image_soft_token> per row, <end_of_image>, between empty lines."""
+    start, end = (_placeholder_id(find, f"<{name}_of_image>") for name in ("start", "end"))
+    soft = _placeholder_id(find, "<image_soft_token>", token)
+    return ImagePlaceholder(("<start_of_image>",), soft, (start,), (end,), surrounding="\n\n")
+
+
 PLACEHOLDERS: dict[str, Callable[[TokenLookup, int | None], ImagePlaceholder]] = {
     "llava": llava,
     "internvl": internvl,
     "phi3": phi3,
     "mllama": mllama,
     "paligemma": paligemma,
+    "gemma3": gemma3,
 }
 
 

@@ -18,6 +18,7 @@ from quire.protocol.image_tiling import (
     FittedCanvasTiling,
     HDTiling,
     ImageTiling,
+    PooledTile,
     PreparedImage,
     SingleTile,
     TileGrid,
@@ -36,6 +37,7 @@ DEFAULT_RESAMPLE = {
     FittedCanvasTiling: BILINEAR,
     HDTiling: BILINEAR,
     SingleTile: BICUBIC,
+    PooledTile: BILINEAR,
 }
 BAND_PIXELS = 1 << 20  # pixels padded at a time
 WHITE, BLACK = (255, 255, 255), (0, 0, 0)
@@ -84,7 +86,7 @@ def read_image_preprocessor(
 
 
 def cut_single(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -> PixelArray:
-    """PaliGemma: resize the image to one tile."""
+    """PaliGemma and Gemma-3: resize the image to one tile."""
     tile = preprocessor.tiling.tile_size
     return split_tiles(preprocessor.resize(image, tile, tile), tile)
 
@@ -138,6 +140,7 @@ def cut_any_resolution(preprocessor: ImagePreprocessor, image: Image, grid: Tile
 
 TILE_CUTTERS: dict[type[ImageTiling], Callable[[ImagePreprocessor, Image, TileGrid], PixelArray]] = {
     SingleTile: cut_single,
+    PooledTile: cut_single,
     ClosestAspectTiling: cut_closest,
     FittedCanvasTiling: cut_fitted,
     HDTiling: cut_high_definition,

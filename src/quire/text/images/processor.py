@@ -94,8 +94,9 @@ class ImageProcessor:
                         "prompt",
                     )
         pieces, last = [], 0
+        image_text = f"{self.placeholder.surrounding}{self.token_text}{self.placeholder.surrounding}"
         for start, end, _ in markers:
-            pieces += [text[last:start], self.token_text]
+            pieces += [text[last:start], image_text]
             last = end
         return "".join([*pieces, text[last:]])
 

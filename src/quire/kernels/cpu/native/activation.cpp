@@ -1,15 +1,15 @@
 /* Activations of feed-forward blocks, gated and plain, and the softcap of logits. In fp32, rounded once. */
 #include "lanes.h"
 
-/* out [rows, size] = act(x[:, :size]) * x[:, size:].
-   Args: x, out, size, columns of a chunk, strides of x and out (in numbers), kind. A chunk is a part of a row. */
+/* out [rows, size] = act(x) * up. Args: x, out, size, columns of a chunk, strides of x and out (in numbers), kind, up and
+   its stride. A chunk is a part of a row. */
 template <class T> static void gate(const Arg *a, int64_t chunk) {
     const int64_t size = a[2].integer, part = a[3].integer, parts = (size + part - 1) / part;
     const int64_t row = chunk / parts, begin = chunk % parts * part, end = begin + part < size ? begin + part : size;
-    const T *x = as<T>(a[0]) + row * a[4].integer;
+    const T *x = as<T>(a[0]) + row * a[4].integer, *up = as<T>(a[7]) + row * a[8].integer;
     T *out = as<T>(a[1]) + row * a[5].integer;
     for (int64_t i = begin; i < end; i += LANES)
-        store(out + i, activate(load(x + i, end - i), a[6].integer) * load(x + size + i, end - i), end - i);
+        store(out + i, activate(load(x + i, end - i), a[6].integer) * load(up + i, end - i), end - i);
 }
 
 /* x [rows, size] = act(x + bias), in place; bias may be null. Args: x, bias, size, columns of a chunk, stride, kind. */

@@ -6,7 +6,8 @@ rows of one query to the pages of a shared prefix, in tiles of rows. */
 
 namespace {
 
-constexpr int FIELDS = 6; /* of a tile: slot, first query, queries, first position, end position, bidirectional */
+constexpr int FIELDS = 6; /* of a tile: slot, first query, queries, first position, end position, kind: 1 if all see
+                              up to the end, 2 if from their windows on */
 
 constexpr int BLOCK = 128; /* keys at once */
 
@@ -119,7 +120,7 @@ template <class T, class K, bool PAIRS> struct Tile {
         : cache(a), seeing(a + CACHE_ARGS + 8), q(as<T>(a[CACHE_ARGS])), out(nullptr), q_stride(a[CACHE_ARGS + 1].integer),
           head(head_), slot(slot_), query(0), queries(0), position(0), end(0), whole(0) {}
 
-    int64_t first(int64_t i) const { return whole ? 0 : seeing.oldest(position + i); }
+    int64_t first(int64_t i) const { return whole == 1 ? 0 : seeing.oldest(position + i); }
     int64_t stop(int64_t i) const { return whole ? end : position + i + 1; }
 
     /* Loads the rows of all queries, for each the heads that share the key head, then rows of zeros, which see the same

@@ -1,5 +1,5 @@
-/* Normalises (Qwen3) and rotates (RoFormer) queries and keys, and writes keys and values to their pages, in one pass:
-in fp32, rounded once at the end, to int8 if the pages are in int8. */
+/* Normalises (Qwen3) and rotates (RoFormer) queries and keys, normalises values (Gemma 4), and writes keys and values to
+their pages, in one pass: in fp32, rounded once at the end, to int8 if the pages are in int8. */
 #include "attention.h"
 
 #include <cmath>
@@ -61,7 +61,7 @@ inline void round_to(int8_t *cell, const float *x, int64_t dim) {
 /* Args after the cache's: q, k, v, q_out (null: queries are not changed), their token strides; slots, positions (for
    angles), cells (positions in the pages; null: `positions`); rotary, q_weight, k_weight, eps; tokens, chunks, whether
    to write keys and values; prompt lengths of slots and a budget (null and 0: none); whether the weights are in fp32,
-   like Gemma's, instead of the cache's dtype. */
+   like Gemma's, instead of the cache's dtype; v_weight. */
 template <class T, class K, class W> void write(const Arg *a, const Cache<K> &cache, int64_t chunk, float *wide) {
     const int64_t *slots = as<int64_t>(a[8]), *positions = as<int64_t>(a[9]), *cells = as<int64_t>(a[10]);
     const int64_t tokens = a[15].integer, chunks = a[16].integer, *prompts = as<int64_t>(a[18]), dim = cache.dim;
@@ -80,11 +80,12 @@ template <class T, class K, class W> void write(const Arg *a, const Cache<K> &ca
             if constexpr (ROUNDED<K>) {
                 head(k, wide, dim, as<W>(a[13]), eps, angles);
                 round_to(cache.keys + place, wide, dim);
-                head(v, wide, dim, static_cast<W *>(nullptr), eps, nullptr);
+                head(v, wide, dim, as<W>(a[21]), eps, nullptr);
                 round_to(cache.values + place, wide, dim);
             } else {
                 head(k, cache.keys + place, dim, as<W>(a[13]), eps, angles);
-                std::memcpy(cache.values + place, v, size_t(dim) * sizeof(T));
+                if (a[21].pointer) head(v, cache.values + place, dim, as<W>(a[21]), eps, nullptr);
+                else std::memcpy(cache.values + place, v, size_t(dim) * sizeof(T));
             }
         }
     }

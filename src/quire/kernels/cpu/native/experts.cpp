@@ -7,9 +7,9 @@ pair is a token and one of its chosen experts; tokens have `top` pairs each. */
 namespace {
 
 /* Chooses the `top` largest logits of each row, the largest first, of equal ones the first. Their weights are the
-   softmax's probabilities, divided by their sum if `normalised`. A row with a probability that is no number gets the
+   softmax's probabilities, divided by their sum if `normalised`, times the expert's scale (null: 1). A row with a probability that is no number gets the
    first experts, with NaN. Args: logits [rows, experts], weights (fp32) and chosen (int64) [rows, top], rows, experts,
-   top, stride, normalised, rows of a chunk. */
+   top, stride, normalised, rows of a chunk, scales (fp32). */
 template <class T> void route(const Arg *a, int64_t chunk) {
     const int64_t experts = a[4].integer, top = a[5].integer;
     for (int64_t row = chunk * a[8].integer; row < std::min(a[3].integer, (chunk + 1) * a[8].integer); ++row) {
@@ -36,6 +36,7 @@ template <class T> void route(const Arg *a, int64_t chunk) {
             some += weights[k] = wrong ? __builtin_nanf("") : one[0] / all_;
         }
         for (int64_t k = 0; k < top && a[7].integer; ++k) weights[k] /= some;
+        for (int64_t k = 0; k < top && a[9].pointer; ++k) weights[k] *= as<float>(a[9])[chosen[k]];
     }
 }
 

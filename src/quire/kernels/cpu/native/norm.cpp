@@ -22,13 +22,13 @@ template <class T> static float mean_of(const T *x, int64_t size) {
     return total(sum) / float(size);
 }
 
-/* x [rows, size] += delta (null: nothing), or += the RMS norm of delta with the weight `behind`, each rounded to T; out
+/* x [rows, size] += delta (null: nothing), or += the RMS norm of delta with the weight `behind`, and *= scale, each rounded to T; out
    = (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias. Without bias the mean counts as 0. Args: x, delta,
-   behind, weight, bias, out, rows, rows of a chunk, size, strides of x, delta and out (in numbers), eps. */
+   behind, weight, bias, out, rows, rows of a chunk, size, strides of x, delta and out (in numbers), eps, scale. */
 template <class T, class W> static void norm(const Arg *a, int64_t chunk) {
     const int64_t rows = a[6].integer, per = a[7].integer, size = a[8].integer;
     const W *behind = as<W>(a[2]), *weight = as<W>(a[3]), *bias = as<W>(a[4]);
-    const float eps = float(a[12].number);
+    const float eps = float(a[12].number), scale = float(a[13].number);
     for (int64_t row = chunk * per; row < rows && row < (chunk + 1) * per; ++row) {
         T *x = as<T>(a[0]) + row * a[9].integer, *out = as<T>(a[5]) + row * a[11].integer;
         if (a[1].pointer) {
@@ -42,6 +42,7 @@ template <class T, class W> static void norm(const Arg *a, int64_t chunk) {
                     added = load(rounded);
                 }
                 store(x + i, load(x + i, size - i) + added, size - i);
+                if (scale != 1) store(x + i, load(x + i, size - i) * scale, size - i);
             }
         }
         const float mean = bias ? mean_of(x, size) : 0.0f;
