@@ -122,13 +122,14 @@ class SparseMLP(nn.Module):
             gated, logits = None if gate is None else shared, self.router(x if router_input is None else router_input)
             out = self.packed(x, logits, self.top_k, self.renormalize, gated, gate, self.expert_scale)
         else:
-            out = self.mix(x, x if router_input is None else router_input)
+            out = self.mix(x, router_input)
             if shared is not None and gate is not None:
                 out.addcmul_(gate.sigmoid_(), shared)
         return out if shared is None or gate is not None else out.add_(shared)
 
-    def mix(self, x: Tensor, router_input: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of the experts of each token, which `router_input` chooses."""
+    def mix(self, x: Tensor, router_input: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the outputs of the experts of each token; for the arguments see `forward`."""
+        router_input = x if router_input is None else router_input
         biases = self.gate_up.bias, self.down.bias
         if self.low_bit is not None:
             return self._mix_by_kernels(x, router_input, *self.low_bit, biases)
