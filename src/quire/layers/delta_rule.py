@@ -17,7 +17,7 @@ from quire.layers.mamba import initial_dt_bias
 from quire.layers.norm import RMSNorm
 from quire.layers.sharding import ParameterShards, shard_columns
 from quire.layers.state_config import DeltaRuleConfig
-from quire.layers.state_mixer import StateMixer
+from quire.layers.state_mixer import StateMixer, choose_convolution
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 
@@ -79,13 +79,11 @@ class DeltaRuleMixer(StateMixer):
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
         """See StateMixer. The kernels are always deterministic."""
-        self.A = -torch.exp(self.A_log)
+        self.A, self.conv = -torch.exp(self.A_log), choose_convolution(self.conv_weight)
         if self.A.is_cuda:
             from quire.kernels.triton import delta_rule as kernels
-            from quire.kernels.triton import mamba_conv
             from quire.kernels.triton.launch import supports_pdl
 
             pdl = supports_pdl(self.A.device)
-            self.conv = partial(mamba_conv.causal_conv, pdl=pdl)
             self.rule = partial(kernels.gated_delta_rule, pdl=pdl)
             self.gated_norm = partial(kernels.gated_norm, pdl=pdl)

@@ -18,7 +18,7 @@ from quire.layers.module_list import module_list
 from quire.layers.norm import RMSNorm
 from quire.layers.sharding import ParameterShards, shard_columns
 from quire.layers.state_config import MambaConfig
-from quire.layers.state_mixer import StateMixer
+from quire.layers.state_mixer import StateMixer, choose_convolution
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 MIN_DT, MAX_DT = 1e-3, 0.1
@@ -108,16 +108,15 @@ class MambaMixer(StateMixer):
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
         """See StateMixer."""
-        self.A = -torch.exp(self.A_log)
+        self.A, self.conv = -torch.exp(self.A_log), choose_convolution(self.conv_weight)
         for norm_module in self.norms:
             if norm_module.weight is None:  # FalconMamba's norms have no weight
                 norm_module.prepare()
         if self.A.is_cuda:
-            from quire.kernels.triton import mamba_conv, mamba_scan, norm
+            from quire.kernels.triton import mamba_scan, norm
             from quire.kernels.triton.launch import supports_pdl
 
             pdl = supports_pdl(self.A.device)
-            self.conv = partial(mamba_conv.causal_conv, pdl=pdl)
             self.scan = partial(mamba_scan.selective_scan, deterministic=deterministic, pdl=pdl)
             if self.norms:
                 self.fused_norms = partial(norm.rms_norm_parts, pdl=pdl)

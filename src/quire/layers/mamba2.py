@@ -15,7 +15,7 @@ from quire.layers.linear import Linear
 from quire.layers.mamba import initial_dt_bias
 from quire.layers.sharding import ParameterShards, ShardRange, shard_columns
 from quire.layers.state_config import Mamba2Config
-from quire.layers.state_mixer import StateMixer
+from quire.layers.state_mixer import StateMixer, choose_convolution
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 SUM_COLUMNS = 64
@@ -106,12 +106,9 @@ class Mamba2Mixer(StateMixer):
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
         """See StateMixer."""
-        self.A = -torch.exp(self.A_log)
+        self.A, self.conv = -torch.exp(self.A_log), choose_convolution(self.conv_weight)
         if self.A.is_cuda:
-            from quire.kernels.triton.launch import supports_pdl
-            from quire.kernels.triton.mamba_conv import causal_conv
             from quire.kernels.triton.ssd import gated_norm, ssd_scan
 
-            self.conv = partial(causal_conv, pdl=supports_pdl(self.A.device))
             self.scan = partial(ssd_scan, deterministic=deterministic)
             self.norm = gated_norm

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.linear import Linear
 from quire.layers.sharding import ParameterShards, shard_columns
 from quire.layers.state_config import ShortConvConfig
-from quire.layers.state_mixer import StateMixer
+from quire.layers.state_mixer import StateMixer, choose_convolution
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 
@@ -51,8 +49,4 @@ class ShortConvMixer(StateMixer):
 
     def prepare(self, deterministic: bool = False) -> None:
         """See StateMixer."""
-        if self.conv_weight.is_cuda:
-            from quire.kernels.triton import mamba_conv
-            from quire.kernels.triton.launch import supports_pdl
-
-            self.conv = partial(mamba_conv.causal_conv, pdl=supports_pdl(self.conv_weight.device))
+        self.conv = choose_convolution(self.conv_weight)

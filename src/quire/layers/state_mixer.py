@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor
 
-from quire.kernels.mamba_states import StateCache, StatePlan
+from quire.kernels.cpu import convolution
+from quire.kernels.cpu.dispatch import has_kernels
+from quire.kernels.mamba_states import StateCache, StatePlan, causal_conv
 from quire.layers.exchange import ShardedModule
 from quire.layers.linear import Linear
 from quire.layers.sharding import ParameterShards
@@ -39,3 +42,13 @@ class StateMixer(ShardedModule, ABC):
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. If `deterministic`, a token's bits on a GPU, with states in fp32,
         depend neither on the batch's other rows nor on how its sequence is split into steps."""
+
+
+def choose_convolution(weight: Tensor) -> Callable[..., Tensor]:
+    """Return the causal convolution for a weight's device and dtype: see quire.kernels.mamba_states.causal_conv."""
+    if weight.is_cuda:
+        from quire.kernels.triton import mamba_conv
+        from quire.kernels.triton.launch import supports_pdl
+
+        return partial(mamba_conv.causal_conv, pdl=supports_pdl(weight.device))
+    return convolution.causal_conv if has_kernels(weight.device, weight.dtype) else causal_conv

@@ -17,6 +17,7 @@ from running_states import Row, Shape, Step, looped, numpy, step
 from torch import Tensor
 
 from quire.kernels import mamba_states
+from quire.kernels.cpu import convolution
 from quire.kernels.forward_batch import StateRows
 from quire.kernels.mamba_states import SavedInputs, StatePlan, state_pages
 from quire.kernels.triton import mamba_conv as conv
@@ -28,10 +29,11 @@ KERNELS: dict[str, Any] = {
     "torch": (mamba_states.causal_conv, mamba_states.selective_scan),
     "Triton": (conv.causal_conv, scan.selective_scan),
     "deterministic": (conv.causal_conv, partial(scan.selective_scan, deterministic=True)),
+    **({} if CUDA else {"native": (convolution.causal_conv, mamba_states.selective_scan)}),
 }
 
 
-BOTH = ("torch", "Triton")
+BOTH = ("torch", "Triton") if CUDA else ("torch", "Triton", "native")
 
 
 def near(got: Tensor, want: np.ndarray, looser: float = 1.0) -> None:
