@@ -29,6 +29,8 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.files import MAX_BYTES_BY_FILE
 from quire.ipc import pixel_store
+from quire.memory.page_layout import MemorySize
+from quire.memory.paged import PagedMemory
 from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol import columns, image_tiling, sampling_params
@@ -54,13 +56,13 @@ from quire.server.options import ServeOptions
 from quire.server.request_models import MAX_INPUTS, MAX_PROMPTS, ChatRequest, CompletionRequest, RequestFields
 from quire.server.responses import input as responses_input
 from quire.server.responses import routes as responses_routes
-from quire.startup.memory_plan import GIB, plan_memory
+from quire.startup.memory_plan import GIB, plan_memory, tokens_per_gib, uniform_tokens_per_gib
 from quire.text import chat_messages, input_processor, tokenizers_guard
 from quire.text.images import headers, loader
 
 DOCS = Path(__file__).parents[1] / "docs"
 REFERENCE = DOCS / "reference.md"
-PAGES = (DOCS / "parallel.md",)
+PAGES = (DOCS / "parallel.md", DOCS / "memories.md")
 """Pages with tables in them."""
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
@@ -70,6 +72,9 @@ LAYOUTS = (
     ("llama3-70b", 139.8, (1, 2, 4)), ("opt-175b", 79, (8,)),
 )  # fmt: skip
 """Model, GiB of a GPU, and how many of them."""
+UNLIKE_LAYERS = ("gemma-4-31b", "gpt-oss-20b", "ministral-8b", "qwen3-next-80b-a3b", "jamba-52b")
+UNLIKE_LENGTHS = (8192, 32768, 131072)
+"""Models with layers of several types, and lengths of sequences in tokens."""
 
 FILLED_PARAMS = ("bad_word_ids", "stop_automaton", "grammar")
 """Parameters that quire fills from others."""
@@ -414,7 +419,22 @@ def layouts() -> Iterator[str]:
             yield f"| {' | '.join(row)} | {plan.kv_bytes / GIB:.1f} GiB | {plan.kv_tokens:,} |\n"
 
 
-TABLES = {"layouts": layouts}
+def tokens_in_a_gib() -> Iterator[str]:
+    """The tokens in a GiB of large pages, and of uniform pages, with 40 GiB of KV in 16 bits."""
+    yield "| model | pages |" + "".join(f" {length:,} tokens |" for length in UNLIKE_LENGTHS)
+    yield f"\n|---|---|{'--:|' * len(UNLIKE_LENGTHS)}\n"
+    for name in UNLIKE_LAYERS:
+        config, spec = EngineConfig(kv_gib=40).with_device_defaults("cuda"), read_spec(named_config(name))
+        plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda", device_bytes=400 * GIB)
+        memory = PagedMemory.build(config, spec, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+        large = [tokens_per_gib(memory, length) for length in UNLIKE_LENGTHS]
+        uniform = [uniform_tokens_per_gib(config, spec, 2, length) for length in UNLIKE_LENGTHS]
+        ratios = (f"{ours:,.0f} ({ours / theirs:.1f} x)" for ours, theirs in zip(large, uniform))
+        yield f"| {name} | large | {' | '.join(ratios)} |\n"
+        yield f"| | uniform | {' | '.join(f'{tokens:,.0f}' for tokens in uniform)} |\n"
+
+
+TABLES = {"layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib}
 
 
 def written(text: str) -> str:
