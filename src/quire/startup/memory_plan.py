@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
@@ -367,8 +366,10 @@ def tokens_per_gib(memory: PagedMemory, length: int) -> float:
 def uniform_tokens_per_gib(config: EngineConfig, spec: ModelSpec, itemsize: int, length: int) -> float:
     """Return the same of uniform pages (`--memory uniform`, as in vLLM 0.6.3), in which every layer keeps every token,
     and a sequence has one running state."""
-    experiment = replace(config.experiment, page_sizes="lcm", table_scope="model")  # others have no uniform pages
-    uniform = replace(config, memory="uniform", prefix_tokens=0, max_num_seqs=1, experiment=experiment)
+    uniform = EngineConfig.of(  # no more of `config`, which may have what uniform pages do not take
+        memory="uniform", page_size=config.page_size, max_num_seqs=1, swap_gib=0, max_images=config.max_images,
+        vision_cache=config.experiment.vision_cache,
+    ).with_device_defaults("cpu")  # fmt: skip
     return tokens_per_gib(PagedMemory.build(uniform, spec, MemorySize(length, length, itemsize)), length)
 
 
