@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -32,7 +33,7 @@ from quire.ipc import pixel_store
 from quire.memory.page_layout import MemorySize
 from quire.memory.paged import PagedMemory
 from quire.models import read_spec
-from quire.models.named_configs import named_config
+from quire.models.named_configs import CONFIGS, named_config
 from quire.protocol import columns, image_tiling, sampling_params
 from quire.protocol.device_params import MAX_TOKENS
 from quire.protocol.parallel_layout import Shard
@@ -372,9 +373,23 @@ def metrics(llm: AsyncLLM) -> Iterator[str]:
     )  # fmt: skip
 
 
+def named_shapes() -> Iterator[str]:
+    """The named configs: architecture, sizes and layers by kinds."""
+    rows = []
+    for name in CONFIGS:
+        config = named_config(name)
+        spec = read_spec(config)
+        counts = Counter((one.kind, one.window or one.chunk) for one in spec.layers)
+        layers = (f"{count} {kind}" + (f" of {length:,}" if length else "") for (kind, length), count in counts.items())
+        size = f"{spec.parameters / 1e9:.3g} B"
+        token = f"{spec.token_bytes(2):,}"
+        rows.append((f"`{name}`", f"`{config['architectures'][0]}`", size, ", ".join(layers), token))
+    yield from table("name, architecture, parameters, layers, bytes of a token", rows)
+
+
 def reference(llm: AsyncLLM) -> Iterator[str]:
     """The parts of the reference."""
-    yield "# Reference\n\nThis page lists the flags, limits, routes, fields and metrics of a server. "
+    yield "# Reference\n\nThis page lists the flags, shapes, limits, routes, fields and metrics of a server. "
     yield "`tools/doc_tables.py` makes it;\n[serving.md](serving.md) explains them.\n\n## Flags of `quire serve`\n\n"
     yield "`generate`, `chat`, `plan` and `run-batch` take the flags of the engine too.\n"
     for title, description, actions in flag_groups("serve"):
@@ -387,6 +402,9 @@ def reference(llm: AsyncLLM) -> Iterator[str]:
         ("Flags of `quire deploy ray`", "Beside those of the engine, and of requests, logs and metrics.",
          flags(next(deploy_flags))),
         ("Flags of `quire run-batch`", "", flags(next(batch_flags))),
+        ("Named shapes", "Values of `--model-config`. Layers are by what they keep: all tokens (full), a window, a "
+         "part of the prompt\n(budget), images (cross) or a running state. Bytes are of keys and values in 16 bits. "
+         "Encoders of images are left out.", named_shapes()),
         ("Limits", "", limits()),
         ("Routes", "An admin key opens the routes of an API key too.", routes(llm)),
         ("Sampling parameters", "Defaults are of requests and of `SamplingParams`; the model may have others. "
