@@ -10,6 +10,7 @@ import echo_service
 
 from quire.cli import build_parsers
 from quire.cli.vllm_flags import NO_EFFECT_FLAGS, unsupported_reason
+from quire.models import ARCHITECTURES
 from quire.server.anthropic.input import MessageRequest
 from quire.server.errors import OPENAI_TYPES
 from quire.server.request_models import ChatRequest, CompletionRequest
@@ -40,6 +41,16 @@ def test_the_reference_is_the_codes() -> None:
     assert "| `top_logprobs` | integer from 0 to 20 | chat |" in REFERENCE
     assert "| `quire_kv_bytes` | gauge | `category` |" in REFERENCE
     assert "| `/v1/prefixes/NAME` | DELETE | admin |" in REFERENCE
+    gemma = "| `gemma-4-31b` | `Gemma4ForCausalLM` | 30.7 B | 50 window of 1,024, 10 full | 901,120 |"
+    assert gemma in section(REFERENCE, "Named shapes")
+
+
+def test_the_families_in_models_are_the_codes() -> None:
+    families = section((ROOT / "docs" / "models.md").read_text(encoding="utf-8"), "Families")
+    named = [
+        name for row in re.findall(r"^\| (`.*?) \|", families, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    ]
+    assert sorted(named) == sorted(ARCHITECTURES)
 
 
 def test_every_field_is_in_the_reference() -> None:

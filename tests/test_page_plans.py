@@ -3,6 +3,7 @@ what `quire plan` says of it, and what is refused."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.memory.build import build_memory, max_seq_len
 from quire.memory.page_layout import MemorySize, plan_page_layout, tokens_for_bytes
+from quire.memory.paged import PagedMemory
 from quire.models import read_spec
 from quire.models.named_configs import CONFIGS, named_config
 from quire.protocol.images import ImageItem
 from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.sequence import Sequence
 from quire.startup import memory_plan
 from quire.startup.memory_plan import GIB, MemoryPlan, describe_pages, plan_memory
 from quire.worker.cache_views import check_kv_cache_config
@@ -94,7 +97,7 @@ def requests(line: str) -> dict[int, int]:
 
 def test_what_a_plan_says() -> None:
     config, plan = settings(kv_gib=40).with_device_defaults("cuda"), planned(kv_gib=40)
-    full, window, large, fit = describe_pages(config, MINISTRAL, 2, plan)
+    full, window, large, fit, *compared = describe_pages(config, MINISTRAL, 2, plan)
     assert "9 layers, full, 589,824 bytes for 16 tokens, 3 in a large page" in full
     assert "27 layers, window of 32,768, 1,769,472 bytes for 16 tokens, 1 in a large page" in window
     assert "24,272 of 1,769,472 bytes" in large
@@ -105,6 +108,7 @@ def test_what_a_plan_says() -> None:
     assert list(ours) == list(theirs) == [1024, 8192, 32768, 131072]
     assert (ours[131072], theirs[131072]) == (4, 2)
     assert all(ours[length] >= theirs[length] for length in ours)
+    assert [line.split("; ")[1] for line in compared] == ["uniform pages 7,282 (1.0 x)"] * 2, "all within the window"
     (group, _) = describe_pages(config, many(MINISTRAL, (LayerSpec(8, 128),) * 4), 2, plan)
     assert group.startswith("pages")
     assert describe_pages(replace(config, memory="orca-max"), MINISTRAL, 2, plan) == []
@@ -279,3 +283,56 @@ def test_heads_of_two_sizes_share_large_pages() -> None:
             assert memory.kv_config.large_bytes == large
             assert [group.page_bytes for group in memory.kv_config.groups] == [large, large // 10]
     assert held == {"paged": (262_144, 13), "uniform": (35_744, 4)}
+
+
+def in_a_gib(name: str, **given: Any) -> list[str]:
+    """The lines of a plan that compare the tokens in a GiB."""
+    spec, given = read_spec(named_config(name)), {"kv_gib": 40, **given}
+    lines = describe_pages(settings(**given).with_device_defaults("cuda"), spec, 2, planned(spec, **given))
+    return [line.removeprefix("in a GiB").strip() for line in lines if line.startswith("in a GiB")]
+
+
+def test_tokens_in_a_gib_by_hand() -> None:
+    """Gemma-4 31B: a sequence of 32,768 tokens holds 2,048 pages of 10 layers, 81,920 bytes a token, and of 50 layers,
+    819,200 bytes a token, a window of 1,024 tokens and 16 more: 65 pages. In uniform pages a token takes both."""
+    held = 2048 * 16 * 81_920 + 65 * 16 * 819_200
+    assert (round(32_768 * GIB / held), GIB // (81_920 + 819_200)) == (9949, 1191)
+    short, long = in_a_gib("gemma-4-31b", kv_gib=30)
+    assert short == "5,775 tokens of decoding sequences of 8,192; uniform pages 1,192 (4.8 x)"
+    assert long == "9,949 tokens of decoding sequences of 32,768; uniform pages 1,192 (8.3 x)"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("gpt-oss-20b", {}, ["42,936 of 8,192, 21,845", "43,500 of 32,768, 21,845"]),
+        ("qwen3-next-80b-a3b", {}, ["31,551 of 8,192, 31,573", "39,857 of 32,768, 39,866"]),
+        ("jamba-52b", {}, ["58,534 of 8,192, 58,534", "63,633 of 32,768, 63,633"]),
+        ("jamba-52b", {"max_model_len": 4096, "prefix_tokens": 512}, ["52,883 of 4,096, 52,883"]),
+        ("llama3-8b", {}, []),
+        ("gpt-oss-20b", {"memory": "uniform"}, []),
+        ("gpt-oss-20b", {"memory": "virtual"}, []),
+        ("gpt-oss-20b", {"table_scope": "layer"}, ["42,936 of 8,192, 21,845", "43,500 of 32,768, 21,845"]),
+    ],
+)
+def test_tokens_in_a_gib(
+    name: str, given: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_plan, "device_memory", lambda device: (400 * GIB, 400 * GIB))
+    shown = [re.findall(r"[\d,]+\d", line) for line in in_a_gib(name, **given)]
+    assert [f"{ours} of {length}, {uniform}" for ours, length, uniform, *_ in shown] == expected
+
+
+@pytest.mark.parametrize("memory", ["paged", "uniform"])
+@pytest.mark.parametrize("name", ["gemma-4-31b", "gpt-oss-20b", "ministral-8b", "jamba-52b", "pyramidkv-8b"])
+@pytest.mark.parametrize("length", [1000, 8192])
+def test_a_decoding_sequence_holds_what_the_plan_counts(name: str, length: int, memory: str) -> None:
+    spec, config = read_spec(named_config(name)), settings(memory=memory, max_num_seqs=4, max_num_batched_tokens=2048)
+    paged = PagedMemory.build(config, spec, MemorySize(length, spec.max_len, 2, 80 * GIB))
+    seq = Sequence(1, list(range(length)))
+    assert paged.admit([seq], 2048)
+    for end in (*range(2048, length, 2048), length):
+        assert paged.grow(seq, end)
+        seq.computed = seq.planned = end
+        paged.commit(seq)
+    assert paged.count_held([seq])[0] == paged.decoding_bytes(length)

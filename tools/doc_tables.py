@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -29,8 +30,10 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.files import MAX_BYTES_BY_FILE
 from quire.ipc import pixel_store
+from quire.memory.page_layout import MemorySize
+from quire.memory.paged import PagedMemory
 from quire.models import read_spec
-from quire.models.named_configs import named_config
+from quire.models.named_configs import CONFIGS, named_config
 from quire.protocol import columns, image_tiling, sampling_params
 from quire.protocol.device_params import MAX_TOKENS
 from quire.protocol.parallel_layout import Shard
@@ -54,13 +57,13 @@ from quire.server.options import ServeOptions
 from quire.server.request_models import MAX_INPUTS, MAX_PROMPTS, ChatRequest, CompletionRequest, RequestFields
 from quire.server.responses import input as responses_input
 from quire.server.responses import routes as responses_routes
-from quire.startup.memory_plan import GIB, plan_memory
+from quire.startup.memory_plan import GIB, plan_memory, tokens_per_gib, uniform_tokens_per_gib
 from quire.text import chat_messages, input_processor, tokenizers_guard
 from quire.text.images import headers, loader
 
 DOCS = Path(__file__).parents[1] / "docs"
 REFERENCE = DOCS / "reference.md"
-PAGES = (DOCS / "parallel.md",)
+PAGES = (DOCS / "parallel.md", DOCS / "memories.md")
 """Pages with tables in them."""
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
@@ -70,6 +73,9 @@ LAYOUTS = (
     ("llama3-70b", 139.8, (1, 2, 4)), ("opt-175b", 79, (8,)),
 )  # fmt: skip
 """Model, GiB of a GPU, and how many of them."""
+UNLIKE_LAYERS = ("gemma-4-31b", "gpt-oss-20b", "ministral-8b", "qwen3-next-80b-a3b", "jamba-52b")
+UNLIKE_LENGTHS = (8192, 32768, 131072)
+"""Models with layers of several types, and lengths of sequences in tokens."""
 
 FILLED_PARAMS = ("bad_word_ids", "stop_automaton", "grammar")
 """Parameters that quire fills from others."""
@@ -367,9 +373,23 @@ def metrics(llm: AsyncLLM) -> Iterator[str]:
     )  # fmt: skip
 
 
+def named_shapes() -> Iterator[str]:
+    """The named configs: architecture, sizes and layers by kinds."""
+    rows = []
+    for name in CONFIGS:
+        config = named_config(name)
+        spec = read_spec(config)
+        counts = Counter((one.kind, one.window or one.chunk) for one in spec.layers)
+        layers = (f"{count} {kind}" + (f" of {length:,}" if length else "") for (kind, length), count in counts.items())
+        size = f"{spec.parameters / 1e9:.3g} B"
+        token = f"{spec.token_bytes(2):,}"
+        rows.append((f"`{name}`", f"`{config['architectures'][0]}`", size, ", ".join(layers), token))
+    yield from table("name, architecture, parameters, layers, bytes of a token", rows)
+
+
 def reference(llm: AsyncLLM) -> Iterator[str]:
     """The parts of the reference."""
-    yield "# Reference\n\nThis page lists the flags, limits, routes, fields and metrics of a server. "
+    yield "# Reference\n\nThis page lists the flags, shapes, limits, routes, fields and metrics of a server. "
     yield "`tools/doc_tables.py` makes it;\n[serving.md](serving.md) explains them.\n\n## Flags of `quire serve`\n\n"
     yield "`generate`, `chat`, `plan` and `run-batch` take the flags of the engine too.\n"
     for title, description, actions in flag_groups("serve"):
@@ -382,6 +402,9 @@ def reference(llm: AsyncLLM) -> Iterator[str]:
         ("Flags of `quire deploy ray`", "Beside those of the engine, and of requests, logs and metrics.",
          flags(next(deploy_flags))),
         ("Flags of `quire run-batch`", "", flags(next(batch_flags))),
+        ("Named shapes", "Values of `--model-config`. Layers are by what they keep: all tokens (full), a window, a "
+         "part of the prompt\n(budget), images (cross) or a running state. Bytes are of keys and values in 16 bits. "
+         "Encoders of images are left out.", named_shapes()),
         ("Limits", "", limits()),
         ("Routes", "An admin key opens the routes of an API key too.", routes(llm)),
         ("Sampling parameters", "Defaults are of requests and of `SamplingParams`; the model may have others. "
@@ -414,7 +437,22 @@ def layouts() -> Iterator[str]:
             yield f"| {' | '.join(row)} | {plan.kv_bytes / GIB:.1f} GiB | {plan.kv_tokens:,} |\n"
 
 
-TABLES = {"layouts": layouts}
+def tokens_in_a_gib() -> Iterator[str]:
+    """The tokens in a GiB of large pages, and of uniform pages, with 40 GiB of KV in 16 bits."""
+    yield "| model | pages |" + "".join(f" {length:,} tokens |" for length in UNLIKE_LENGTHS)
+    yield f"\n|---|---|{'--:|' * len(UNLIKE_LENGTHS)}\n"
+    for name in UNLIKE_LAYERS:
+        config, spec = EngineConfig(kv_gib=40).with_device_defaults("cuda"), read_spec(named_config(name))
+        plan = plan_memory(config, spec, name, "bfloat16", 2, "cuda", device_bytes=400 * GIB)
+        memory = PagedMemory.build(config, spec, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
+        large = [tokens_per_gib(memory, length) for length in UNLIKE_LENGTHS]
+        uniform = [uniform_tokens_per_gib(config, spec, 2, length) for length in UNLIKE_LENGTHS]
+        ratios = (f"{ours:,.0f} ({ours / theirs:.1f} x)" for ours, theirs in zip(large, uniform))
+        yield f"| {name} | large | {' | '.join(ratios)} |\n"
+        yield f"| | uniform | {' | '.join(f'{tokens:,.0f}' for tokens in uniform)} |\n"
+
+
+TABLES = {"layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib}
 
 
 def written(text: str) -> str:

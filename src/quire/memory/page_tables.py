@@ -283,6 +283,17 @@ class PageTables:
             tokens = max(tokens, group.tokens_in_pages(len(pages)))
         return size, tokens
 
+    def decoding_bytes(self, length: int) -> int:
+        """Return the bytes of the pages that a sequence with a prompt of `length` tokens, without images, holds when
+        all of them are computed and the steps of the prompt are over, if it shares none of its pages."""
+        seq, size = Sequence(0, [0] * length), 0
+        seq.uses_draft_model = True
+        for group, policy, delay in zip(self.groups, self.policies, self.drop_delay):
+            start = max(length - delay, 0)
+            first, stop = policy.reads(seq, start, start + 1).start, policy.reads(seq, length, length).stop
+            size += len(range(first, stop)) * group.page_bytes
+        return size
+
     def count_table_refs(self) -> list[dict[int, int]]:
         """Return for each group the number of tables that name each page. Assert the invariants of the tables."""
         counts: list[dict[int, int]] = [{} for _ in self.groups]

@@ -51,6 +51,8 @@ CPU_KV_SHARE = 0.4  # of the free memory, without a configured size
 MAX_CPU_KV_BYTES = 4 * GIB
 SHOWN_LENGTHS = (1024, 8192, 32768, 131072)
 """Lengths, in tokens, of the requests that a plan counts."""
+COMPARED_LENGTHS = (8192, 32768)
+"""Lengths, in tokens, of the sequences for which a plan compares its pages with uniform ones."""
 
 
 class DraftSizes(NamedTuple):
@@ -305,8 +307,9 @@ def _kv_size(config: EngineConfig, spec: ModelSpec, itemsize: int, available: in
 
 def describe_pages(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: MemoryPlan) -> list[str]:
     """Describe the pages: for each group of layers what it keeps and the size of its pages, the large pages that these
-    are parts of or, for virtual memory, the number of buffers of a page, and how many requests of some lengths fit at
-    once. Return nothing for the baselines, which have no pages."""
+    are parts of or, for virtual memory, the number of buffers of a page, how many requests of some lengths fit at once
+    and, for layers of several types, the tokens in a GiB beside those in uniform pages. Return nothing for the
+    baselines, which have no pages."""
     if config.memory in RESERVED_MEMORIES:
         return []
     memory = build_memory(config, spec, MemorySize(plan.kv_tokens, plan.max_len, itemsize, plan.kv_bytes))
@@ -338,7 +341,36 @@ def describe_pages(config: EngineConfig, spec: ModelSpec, itemsize: int, plan: M
     seqs = range(1, plan.max_seqs + 1)
     counts = [bisect_left(seqs, True, key=lambda count: not memory.fits([n] * count)) for n in lengths]
     rows.append(("requests", ", ".join(f"{count:,} of {n:,} tokens" for n, count in zip(lengths, counts))))
+    if isinstance(memory, PagedMemory) and _has_unlike_layers(config, memory):
+        for length in sorted({min(length, plan.max_len) for length in COMPARED_LENGTHS}):
+            ours, uniform = tokens_per_gib(memory, length), uniform_tokens_per_gib(config, spec, itemsize, length)
+            text = f"{ours:,.0f} tokens of decoding sequences of {length:,}; uniform pages {uniform:,.0f} "
+            text += f"({ours / uniform:.1f} x)"
+            rows.append(("in a GiB", text))
     return [f"{name:<12} {text}" for name, text in rows]
+
+
+def _has_unlike_layers(config: EngineConfig, memory: PagedMemory) -> bool:
+    """Return True if layers keep unlike amounts, in pages of their own: then uniform pages hold another number of
+    tokens."""
+    kept = {(one.kind, one.window, one.chunk, one.budget) for one in memory.kv_config.groups if one.layers}
+    return config.memory == "paged" and len(kept) > 1
+
+
+def tokens_per_gib(memory: PagedMemory, length: int) -> float:
+    """Return the tokens that a GiB of `memory` holds of sequences of `length` tokens that decode: what a sequence needs
+    for the next token stays, and what its windows have passed is free for others. Cached prefixes do not count."""
+    return length * GIB / memory.decoding_bytes(length)
+
+
+def uniform_tokens_per_gib(config: EngineConfig, spec: ModelSpec, itemsize: int, length: int) -> float:
+    """Return the same of uniform pages (`--memory uniform`, as in vLLM 0.6.3), in which every layer keeps every token,
+    and a sequence has one running state."""
+    uniform = EngineConfig.of(  # no more of `config`, which may have what uniform pages do not take
+        memory="uniform", page_size=config.page_size, max_num_seqs=1, swap_gib=0, max_images=config.max_images,
+        vision_cache=config.experiment.vision_cache,
+    ).with_device_defaults("cpu")  # fmt: skip
+    return tokens_per_gib(PagedMemory.build(uniform, spec, MemorySize(length, length, itemsize)), length)
 
 
 def activation_bytes(config: EngineConfig, spec: ModelSpec, itemsize: int) -> int:
