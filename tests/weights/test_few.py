@@ -108,6 +108,15 @@ def test_experts(family: str, source: str, tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(ours, logprobs(path, tokens, kv_tokens=256, **more), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "falcon_mamba"])
+def test_norms_without_weights_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    """They are ones on the device, although the model began as meta tensors."""
+    save(tmp_path, family, hidden_size=192)
+    tokens = list(range(40))
+    ours, wide = (logprobs(tmp_path, tokens, kv_tokens=256, quantization=each) for each in ("int8", None))
+    assert 1e-4 < (ours - wide).abs().mean() < 0.05
+
+
 def test_what_is_quantised_already() -> None:
     config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
     with pytest.raises(StartupError, match="--quantization is int4, and the model's weights are quantised already"):
