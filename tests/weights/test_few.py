@@ -117,10 +117,16 @@ def test_norms_without_weights_of_the_checkpoint(family: str, tmp_path: Path) ->
     assert 1e-4 < (ours - wide).abs().mean() < 0.05
 
 
-def test_what_is_quantised_already() -> None:
-    config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
-    with pytest.raises(StartupError, match="--quantization is int4, and the model's weights are quantised already"):
-        resolve_scheme(config, "int4")
+@pytest.mark.parametrize(("asked", "method"), [("int4", "fbgemm_fp8"), ("fp8", "mxfp4"), ("int8", "mxfp4")])
+def test_what_is_quantised_already(asked: str, method: str) -> None:
+    config = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": method}}
+    with pytest.raises(StartupError, match=f"--quantization is {asked}, and the model's weights are quantised already"):
+        resolve_scheme(config, asked)
+
+
+def test_what_is_in_fp8_already_stays_so() -> None:
+    stored = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    assert resolve_scheme(stored, "fp8") == resolve_scheme(stored, None)
 
 
 def test_what_is_not_finite_is_not_rounded(tmp_path: Path) -> None:

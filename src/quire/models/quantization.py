@@ -79,7 +79,7 @@ def resolve_scheme(config: dict[str, Any], requested: str | None) -> FP8Scheme |
     """Return the quantization of a model's weights: that of its config.json, else the `requested` one (--quantization),
     applied while loading. Raise StartupError for an unsupported quantization_config."""
     stored = read_checkpoint_scheme(config)
-    if stored is not None and requested in SCHEMES_ON_LOAD:
+    if stored is not None and requested and not (requested == "fp8" and isinstance(stored, FP8Scheme)):
         raise StartupError(
             f"--quantization is {requested}, and the model's weights are quantised already", "Leave --quantization out"
         )
