@@ -124,6 +124,14 @@ def test_what_is_quantised_already(asked: str, method: str) -> None:
         resolve_scheme(config, asked)
 
 
+@pytest.mark.parametrize(("architecture", "last"), [("GptOssForCausalLM", "gptq, mxfp4"), ("LlamaForCausalLM", "gptq")])
+def test_methods_of_a_family(architecture: str, last: str) -> None:
+    config = {"architectures": [architecture], "quantization_config": {"quant_method": "bitsandbytes"}}
+    with pytest.raises(StartupError) as raised:
+        resolve_scheme(config, None)
+    assert f"awq, {last}. " in str(raised.value)
+
+
 def test_what_is_in_fp8_already_stays_so() -> None:
     stored = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
     assert resolve_scheme(stored, "fp8") == resolve_scheme(stored, None)

@@ -109,13 +109,14 @@ def read_checkpoint_scheme(config: dict[str, Any]) -> FP8Scheme | LowBitScheme |
         return _read_compressed_tensors(fields)
     if method == "fbgemm_fp8":
         return FP8Scheme(True, ignored_modules=(*_read_module_names(fields, "modules_to_not_convert"), LM_HEAD))
-    if method == "mxfp4" and config.get("architectures") == [MXFP4_ARCHITECTURE]:
+    methods = (*METHODS, MXFP4) if config.get("architectures") == [MXFP4_ARCHITECTURE] else METHODS
+    if method == MXFP4 and method in methods:
         return LowBitScheme(4, MXFP4)
     if method in ("awq", "gptq"):
         return _read_awq_gptq(fields, str(method))
     raise StartupError(
         f"{SOURCE} has the quant_method {short_repr(method)}, which is not supported",
-        f"Supported: {', '.join(METHODS)}. {REMEDY}",
+        f"Supported: {', '.join(methods)}. {REMEDY}",
     )
 
 
