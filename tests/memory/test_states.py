@@ -153,6 +153,7 @@ def test_the_plan_says_what_a_sequence_takes(monkeypatch: pytest.MonkeyPatch) ->
     )
     assert any("4 layers, full, 262,144 bytes for 16 tokens, 34 in a large page" in line for line in told)
     assert any(line.startswith("requests") and "8 of 1,024 tokens" in line for line in told)
+    assert any("80.0 KiB a sequence, however long" in line for line in plan._replace(state_bytes=81_920).to_lines())
     apart = plan_memory(replace(config, memory="uniform"), spec, "jamba", "bfloat16", 2, "cuda")
     told = apart.to_lines() + describe_pages(replace(config, memory="uniform"), spec, 2, apart)
     assert any(line.endswith("8.3 MiB a sequence, however long it is") for line in told)

@@ -108,10 +108,33 @@ def test_experts(family: str, source: str, tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(ours, logprobs(path, tokens, kv_tokens=256, **more), rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_quantised_already() -> None:
-    config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
-    with pytest.raises(StartupError, match="--quantization is int4, and the model's weights are quantised already"):
-        resolve_scheme(config, "int4")
+@pytest.mark.parametrize("family", ["gemma4_text", "falcon_mamba"])
+def test_norms_without_weights_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    """They are ones on the device, although the model began as meta tensors."""
+    save(tmp_path, family, hidden_size=192)
+    tokens = list(range(40))
+    ours, wide = (logprobs(tmp_path, tokens, kv_tokens=256, quantization=each) for each in ("int8", None))
+    assert 1e-4 < (ours - wide).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize(("asked", "method"), [("int4", "fbgemm_fp8"), ("fp8", "mxfp4"), ("int8", "mxfp4")])
+def test_what_is_quantised_already(asked: str, method: str) -> None:
+    config = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": method}}
+    with pytest.raises(StartupError, match=f"--quantization is {asked}, and the model's weights are quantised already"):
+        resolve_scheme(config, asked)
+
+
+@pytest.mark.parametrize(("architecture", "last"), [("GptOssForCausalLM", "gptq, mxfp4"), ("LlamaForCausalLM", "gptq")])
+def test_methods_of_a_family(architecture: str, last: str) -> None:
+    config = {"architectures": [architecture], "quantization_config": {"quant_method": "bitsandbytes"}}
+    with pytest.raises(StartupError) as raised:
+        resolve_scheme(config, None)
+    assert f"awq, {last}. " in str(raised.value)
+
+
+def test_what_is_in_fp8_already_stays_so() -> None:
+    stored = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    assert resolve_scheme(stored, "fp8") == resolve_scheme(stored, None)
 
 
 def test_what_is_not_finite_is_not_rounded(tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "qwen2": {**LLAMA, "tie_word_embeddings": True},
     "gemma2": {**LLAMA, "sliding_window": 5, "tie_word_embeddings": True},
+    "gemma4_text": {
+        **LLAMA, "global_head_dim": 96, "num_global_key_value_heads": 1, "layer_types": ["sliding_attention"] * 2,
+        "sliding_window": 5, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "final_logit_softcapping": 9.0, "tie_word_embeddings": True,
+    },
     "opt": {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128, "vocab_size": 97,
             "max_position_embeddings": 64, "word_embed_proj_dim": 96},
     "gpt2": {"n_embd": 96, "n_layer": 2, "n_head": 4, "vocab_size": 97, "n_positions": 64},

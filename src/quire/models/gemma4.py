@@ -148,7 +148,7 @@ def _read_kv_sharing(fields: ConfigReader, types: tuple[str, ...]) -> list[int |
     if not set(types) <= set(own):
         raise StartupError(
             f"num_kv_shared_layers in {fields.source} is {shared}, of {count} layers",
-            "The layers before must have each of layer_types",
+            "The layers before them must include one of each type that layer_types names",
         )
     last = {name: max(layer for layer, other in enumerate(own) if other == name) for name in own}
     return [None if layer < len(own) else last[name] for layer, name in enumerate(types)]

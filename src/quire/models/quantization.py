@@ -79,7 +79,7 @@ def resolve_scheme(config: dict[str, Any], requested: str | None) -> FP8Scheme |
     """Return the quantization of a model's weights: that of its config.json, else the `requested` one (--quantization),
     applied while loading. Raise StartupError for an unsupported quantization_config."""
     stored = read_checkpoint_scheme(config)
-    if stored is not None and requested in SCHEMES_ON_LOAD:
+    if stored is not None and requested and not (requested == "fp8" and isinstance(stored, FP8Scheme)):
         raise StartupError(
             f"--quantization is {requested}, and the model's weights are quantised already", "Leave --quantization out"
         )
@@ -109,13 +109,14 @@ def read_checkpoint_scheme(config: dict[str, Any]) -> FP8Scheme | LowBitScheme |
         return _read_compressed_tensors(fields)
     if method == "fbgemm_fp8":
         return FP8Scheme(True, ignored_modules=(*_read_module_names(fields, "modules_to_not_convert"), LM_HEAD))
-    if method == "mxfp4" and config.get("architectures") == [MXFP4_ARCHITECTURE]:
+    methods = (*METHODS, MXFP4) if config.get("architectures") == [MXFP4_ARCHITECTURE] else METHODS
+    if method == MXFP4 and method in methods:
         return LowBitScheme(4, MXFP4)
     if method in ("awq", "gptq"):
         return _read_awq_gptq(fields, str(method))
     raise StartupError(
         f"{SOURCE} has the quant_method {short_repr(method)}, which is not supported",
-        f"Supported: {', '.join(METHODS)}. {REMEDY}",
+        f"Supported: {', '.join(methods)}. {REMEDY}",
     )
 
 

@@ -525,4 +525,6 @@ def device_memory(device: str) -> tuple[int, int]:
 
 
 def _format_bytes(count: int) -> str:
-    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
+    if count >= GIB:
+        return f"{count / GIB:.2f} GiB"
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 or not count else f"{count / 2**10:.1f} KiB"

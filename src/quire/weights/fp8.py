@@ -103,9 +103,12 @@ def create_fp8_model(
 
 
 def allocate_parameters(model: nn.Module, device: torch.device, keep: Collection[Tensor] = ()) -> None:
-    """Replace the meta parameters of a model, other than those of `keep`, by uninitialised ones on `device`."""
+    """Replace the meta parameters of a model, other than those of `keep`, by uninitialised ones on `device`. Layers
+    that keep a device, by which they choose kernels and make constant weights, get it too."""
     moved: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is one parameter of two modules
     for module in list(model.modules()):
+        if getattr(module, "device", None) == torch.device("meta"):
+            module.device = device  # type: ignore[assignment]  # of no declared type
         for name, old in list(module.named_parameters(recurse=False)):
             if old.is_meta and old not in keep:
                 if old not in moved:
