@@ -268,7 +268,8 @@ class RowGroup:
 
 def row_groups(plan: StatePlan) -> Iterator[RowGroup]:
     """Yield all rows of one token as one group, and each other row as a group of its own."""
-    offsets, lengths, starts = plan.offsets.tolist(), plan.lengths.tolist(), plan.starts.tolist()
+    # Stacking is an operation that a recorded step refuses: while it is recorded, a plan has no values yet.
+    offsets, lengths, starts = torch.stack((plan.offsets, plan.lengths, plan.starts)).tolist()
     single = [row for row, length in enumerate(lengths) if length == 1]
     if single:
         yield RowGroup(single, plan.offsets[single], [1])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels import mamba_states
+from quire.kernels.cpu import convolution
 from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.linear import Linear
 from quire.layers.sharding import ParameterShards, shard_columns
@@ -35,6 +36,8 @@ class ShortConvMixer(StateMixer):
     def mix(self, x: Tensor, cache: StateCache, plan: StatePlan) -> Tensor:
         """See StateMixer."""
         b, c, inner = self.in_proj(x).chunk(3, dim=1)
+        if self.conv is convolution.causal_conv and plan.saved_tokens is None:
+            return self.conv(inner, self.conv_weight[:, 0], self.conv_bias, cache, plan, silu=False, gates=(b, c))
         gated = b * inner
         if plan.saved_tokens is not None:
             assert cache.saved is not None, "a step has draft tokens, and there is no room for their inputs"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.cpu import convolution
+from quire.kernels.cpu.library_loader import library
 from quire.kernels.forward_batch import ForwardBatch, HeadNorms, LayerCache
 from quire.kernels.kv_selection import compress_prompts, prompt_ends
 from quire.kernels.mamba_states import StateCache, StatePlan
@@ -151,7 +153,9 @@ def make_decode_context(
         return backend.plan_captured(decode_batch, store.tables[cache.group], cache, *plan_args)
 
     def plan_states(cache: StateCache) -> StatePlan:
-        return StatePlan.for_decode(store.tables[cache.group], slots, positions, cache.page_tokens)
+        is_native = positions.device.type == "cpu" and library() is not None
+        plan_decode = convolution.plan_decode if is_native else StatePlan.for_decode
+        return plan_decode(store.tables[cache.group], slots, positions, cache.page_tokens)
 
     states = StepStates(store.state_caches, plan_states) if store.state_caches else None
     return StepContext(

@@ -24,6 +24,7 @@ from quire.kernels.triton import mamba_conv as conv
 from quire.kernels.triton import mamba_scan
 from quire.kernels.triton import mamba_scan as scan
 from quire.protocol.model_spec import SavedInput
+from quire.worker.recorded_steps import RecordingGuard, UnsupportedOp
 
 KERNELS: dict[str, Any] = {
     "torch": (mamba_states.causal_conv, mamba_states.selective_scan),
@@ -232,3 +233,32 @@ def test_parts_that_lie_side_by_side_are_not_copied() -> None:
         assert torch.equal(scan._interleave_bc(B, C), torch.cat((B, C), dim=1))
         assert torch.equal(scan._interleave_bc(B.half(), C.half()), torch.cat((B, C), dim=1).half().float())
     assert scan._interleave_bc(both[:, :6], both[:, 6:]).data_ptr() == both.data_ptr()
+
+
+@pytest.mark.skipif(CUDA, reason="of a CPU")
+def test_native_gates_and_plans() -> None:
+    """Gates multiply before and after; a native plan of single tokens is torch's."""
+    made = step([Row(3, 9), Row(0, 2), Row(17, 1)])
+    x, before, after = made.x.repeat(1, 3).chunk(3, dim=1)
+    before.copy_(made.z)
+    after.copy_(made.dt)
+    want = mamba_states.causal_conv(x * before, made.weight, None, made.cache, made.plan, silu=False) * after
+    states = made.cache.conv.clone()
+    again = step([Row(3, 9), Row(0, 2), Row(17, 1)])
+    got = convolution.causal_conv(
+        x, made.weight, None, again.cache, again.plan, silu=False, gates=(before, after)
+    )  # fmt: skip
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(again.cache.conv, states, atol=0, rtol=0, equal_nan=True)
+    table, slots = torch.randint(1, 99, (6, 5)), torch.tensor([5, 0, 2, 3])
+    positions = torch.tensor([0, 0, 7, 39])
+    theirs, ours = (plan(table, slots, positions, 8) for plan in (StatePlan.for_decode, convolution.plan_decode))
+    for name in ("offsets", "lengths", "starts", "read_pages", "write_pages"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+def test_a_recording_does_not_read_a_plan() -> None:
+    """Its values are computed when the recording is replayed."""
+    groups = mamba_states.row_groups(step([Row(3, 1)]).plan)
+    with pytest.raises(UnsupportedOp), RecordingGuard():
+        next(groups)
