@@ -248,7 +248,7 @@ def files(oracle: Any, tmp_path: Path) -> Files:
         ({"architectures": ["BloomForCausalLM"], "model_type": "bloom"}, "an attention that can't be replaced"),
         ({"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa"}, "has s_aux, which quire's has not"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "neither causal nor a causal window"),
-        ({"architectures": ["RecurrentGemmaForCausalLM"], "model_type": "recurrent_gemma"}, "layers with states"),
+        ({"architectures": ["xLSTMForCausalLM"], "model_type": "xlstm"}, "an attention that can't be replaced"),
         ({"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n"}, "more than text"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers|transformers can't read"),
