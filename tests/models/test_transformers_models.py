@@ -266,6 +266,13 @@ def test_configurations_that_are_refused(files: Files, changes: dict[str, Any], 
         files.start()
 
 
+def test_layers_with_states_are_refused(files: Files) -> None:
+    del files.config["layer_types"]
+    files.config |= {"architectures": ["RecurrentGemmaForCausalLM"], "model_type": "recurrent_gemma"}
+    with pytest.raises(StartupError, match="layers with states"):
+        files.start()
+
+
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
