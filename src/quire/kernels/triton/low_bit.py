@@ -30,8 +30,8 @@ WIDER_GROUPS = (64, 128)
 MAX_FUSED_ROWS = 64
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
 MAX_SPLITS, SPLIT_PROGRAMS = 8, 512
-"""The columns of a linear layer's few rows are split among programs, at most so many, until there are as many programs
-as a GPU runs at once."""
+"""A weight has too few rows to occupy a GPU if x has few. Then its columns are split too: at most MAX_SPLITS ways, until
+there are SPLIT_PROGRAMS programs."""
 TILES = {
     8: ExpertTile(8, 64, 256, 4, 4),
     16: ExpertTile(16, 64, 256, 4, 4),
@@ -309,8 +309,8 @@ def _launch(
 
 
 def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> ExpertTile:
-    """Return the tile for so many rows of a weight's input, or pairs of an expert on average. It has as many stages as
-    fit in shared memory."""
+    """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs. It has as many stages as fit
+    in shared memory."""
     tile = ONE_TILE if deterministic else TILES[next(most for most in TILES if rows <= most)]
     bits = (1 + gated) * tile.columns * weight.bits + tile.pairs * 8 * x.element_size()
     stage = bits * tile.depth // 8
