@@ -30,8 +30,8 @@ WIDER_GROUPS = (64, 128)
 MAX_FUSED_ROWS = 64
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
 MAX_SPLITS, SPLIT_PROGRAMS = 8, 512
-"""With few rows of x, a weight's rows alone don't occupy a GPU. Its columns are then split too, at most MAX_SPLITS ways,
-until there are SPLIT_PROGRAMS programs."""
+"""With few rows of x, a weight's rows alone don't occupy a GPU. Its columns are then split too, at most MAX_SPLITS
+ways, until there are SPLIT_PROGRAMS programs."""
 TILES = {
     8: ExpertTile(8, 64, 256, 4, 4),
     16: ExpertTile(16, 64, 256, 4, 4),
