@@ -1,7 +1,7 @@
 """Low-bit weights: the choice of layers and formats, group-wise quantization, and the conversion of GGUF's blocks.
 
-On a CPU with quire's kernels the weights stay in few bits; elsewhere they are stored in the model's dtype, with equal
-values.
+On a GPU, and on a CPU with quire's kernels, the weights stay in few bits; elsewhere they are stored in the model's
+dtype, with equal values.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ UNQUANTIZED_MODULES = re.compile(
 """Modules that are not rounded to few bits; a file may have them so (see quire.weights.fp8)."""
 HEAD_MODULE = re.compile(r"(^|\.)head$")
 """The head is rounded to 8 bits even with int4, because no later layer corrects its errors."""
-MIN_GPU_GROUP = 64
-"""Narrower groups take longer to multiply on a GPU than 16-bit weights."""
 PIECE_NUMBERS = 1 << 18  # numbers quantized at once: they stay in a core's cache
 MakeWeight = Callable[[], LowBitWeight]
 WeightFormats = dict[str, tuple[LowBitFormat, ...]]
@@ -141,20 +139,22 @@ def create_model(
     for name, layer in low_bit_layers(model).items():
         weight = layer.weight
         assert weight is not None, "the model is not prepared yet"
-        if name in formats and stays_low_bit(scheme, name, weight.shape[1], dtype, device):
+        if name in formats and stays_low_bit(formats[name], name, weight.shape[1], dtype, device):
             layer.low_bit_parts, layer.low_bit_device = [None] * len(formats[name]), device
             low_bit_weights.add(weight)
     allocate_parameters(model, device, low_bit_weights)
     return model
 
 
-def stays_low_bit(scheme: LowBitScheme, name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if the weight `name` with this number of columns stays in few bits. On a GPU those of AWQ and GPTQ
-    do whose groups have MIN_GPU_GROUP numbers; a tied head doesn't, since it is the embedding too."""
+def stays_low_bit(
+    formats: tuple[LowBitFormat, ...], name: str, columns: int, dtype: torch.dtype, device: torch.device
+) -> bool:  # fmt: skip
+    """Return True if the weight `name` with this number of columns stays in few bits. On a GPU a tied head doesn't,
+    since it is the embedding too."""
     if device.type != "cuda":
         return supports(columns, dtype, device)
-    has_groups = scheme.stored in ("awq", "gptq") and scheme.group_size >= MIN_GPU_GROUP
-    return has_groups and dtype in (torch.bfloat16, torch.float16) and "embed_tokens" not in name.split(".")
+    has_kernels = all(form.gpu_scales is not None for form in formats)
+    return has_kernels and dtype in (torch.bfloat16, torch.float16) and "embed_tokens" not in name.split(".")
 
 
 def set_rows(rows: Tensor, layer: Linear | None, part_index: int, make_weight: MakeWeight) -> None:
@@ -287,13 +287,8 @@ def saved_bytes(
         weight = layers[name].weight
         assert weight is not None, "the model is not prepared yet"
         columns = weight.shape[1]
-        if stays_low_bit(scheme, name, columns, dtype, torch.device(device)):
+        if stays_low_bit(formats, name, columns, dtype, torch.device(device)):
             for form, rows in zip(formats, sources[name].rows):
-                row_bytes = form.row_bytes(columns) if device == "cpu" else gpu_row_bytes(scheme, columns)
+                row_bytes = form.row_bytes(columns) if device == "cpu" else form.gpu_row_bytes(columns)
                 saved += rows * (columns * dtype.itemsize - row_bytes)
     return saved
-
-
-def gpu_row_bytes(scheme: LowBitScheme, columns: int) -> int:
-    """Return the bytes of a weight's row on a GPU (see quire.kernels.triton.low_bit)."""
-    return columns * scheme.bits // 8 + columns // scheme.group_size * 8
