@@ -220,7 +220,7 @@ def _quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
         return LowBitWeight(low_bit_format, numbers.to(torch.uint8).flatten(1), d)
     if low_bit_format == MXFP4_FORMAT:  # the exponent with which the largest number is from 4 on
         d = torch.exp2(groups.abs().amax(2).log2().floor() - 3).half()
-        codes = torch.bucketize((groups * _inverse(d)).abs() / 2, E2M1_BOUNDS) + 8 * (groups < 0)
+        codes = torch.bucketize((groups * _inverse(d)).abs() / 2, E2M1_BOUNDS.to(groups.device)) + 8 * (groups < 0)
         return LowBitWeight(low_bit_format, codes.to(torch.uint8).flatten(1), d)
     assert low_bit_format == INT4_FORMAT._replace(superblock=low_bit_format.superblock), (
         f"no quantization to {low_bit_format}"

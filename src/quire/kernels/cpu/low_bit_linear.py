@@ -78,7 +78,7 @@ class LowBitFormat(NamedTuple):
         if self.is_e2m1:
             return "e2m1"
         if self.superblock > MAX_GPU_GROUP:
-            return "floats"
+            return "superblocks"
         return "shifts" if self.has_min and not self.superblock else "zeros"
 
     @property
@@ -89,7 +89,9 @@ class LowBitFormat(NamedTuple):
     def gpu_row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of the weight on a GPU."""
         steps = -(-columns // (16 // self.bits * GPU_WIDTH))
-        words = steps if self.is_e2m1 else columns // self.gpu_group * (2 if self.gpu_scales == "floats" else 1)
+        words = steps if self.is_e2m1 else columns // self.gpu_group
+        if self.gpu_scales == "superblocks":
+            words = steps * (8 // self.bits + 1)
         return steps * GPU_WIDTH * 2 + words * 4
 
 

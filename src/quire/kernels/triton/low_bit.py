@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +35,9 @@ MAX_FUSED_ROWS = 128
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
 MAX_SPLITS, SPLIT_PROGRAMS = 8, 1024
 """With few rows of x, a weight's rows alone don't occupy a GPU. Its columns are then split too, at most MAX_SPLITS
-ways, until there are SPLIT_PROGRAMS programs."""
+ways, until there are SPLIT_PROGRAMS programs; fewer with tiles of more than 16 rows of x, whose sums take time too."""
 TILES = {
-    8: (ExpertTile(8, 64, 128, 4, 4), ExpertTile(8, 32, 256, 4, 1)),
+    8: (ExpertTile(8, 64, 256, 3, 4), ExpertTile(8, 32, 256, 4, 1)),
     16: (ExpertTile(16, 32, 256, 4, 2),) * 2,
     32: (ExpertTile(32, 64, 128, 4, 4),) * 2,
     64: (ExpertTile(64, 64, 128, 4, 4),) * 2,
@@ -84,10 +85,13 @@ class LowBitMatrix(NamedTuple):
 
     `codes` int16 [steps, rows, WIDTH]: an integer holds one code from each of the `16 // bits` parts of a step, each of
     WIDTH columns, the first part's in its lowest bits. The last step may reach beyond the columns: its codes there are
-    0. `group` columns share a scale and a shift. `scales` has them by `kind` (LowBitFormat.gpu_scales): as "floats"
-    fp32 [2, groups, rows]; as "shifts" int32 [groups, rows] with the scale in fp16 in the low half and the shift in
-    the high one; as "zeros" the same with the code that stands for 0 in place of the shift; as "e2m1" int32 [steps,
-    rows] with the exponents of a step's parts, as E8M0: there are no shifts, and codes are floating-point numbers."""
+    0. `group` columns share a scale and a shift, which `scales` (int32) has by `kind`:
+
+    - "shifts" [groups, rows]: scale (the low half) and shift in fp16.
+    - "zeros" [groups, rows]: scale and, in place of the shift, the code that stands for 0, in fp16.
+    - "e2m1" [steps, rows]: the exponents of a step's parts as E8M0; codes are the floating-point numbers of MXFP4.
+    - "superblocks" [steps, words, rows]: a word for each two parts has the 8 bits of their scales and minima; the last
+      has what multiplies them, in fp16."""
 
     codes: Tensor
     scales: Tensor
@@ -115,41 +119,71 @@ def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
         for part, plane in enumerate(torch.unflatten(numbers, 1, (steps, parts, GPU_WIDTH)).unbind(2)):
             here |= plane.transpose(0, 1).to(torch.int16) << form.bits * part
         start += len(numbers)
-    scales = torch.cat([_scales(weight, kind).to(device) for weight in weights], 1)  # [2, rows, groups]
-    scales = scales[:, :, :: group // form.group].transpose(1, 2).contiguous()
+    scales = torch.cat([_scales(weight, steps).to(device) for weight in weights], -1)
+    return LowBitMatrix(codes, scales.contiguous(), kind, form.bits, group, columns)
+
+
+def _scales(weight: LowBitWeight, steps: int) -> Tensor:
+    """Return a weight's scales as LowBitMatrix has them."""
+    form, parts = weight.form, 16 // weight.form.bits
+    d, kind = weight.d, form.gpu_scales
     if kind == "e2m1":
-        exponents = scales[0].log2().round_().add_(128).clamp_(0).to(torch.int32)  # d is of numbers twice as large
-        planes = torch.unflatten(F.pad(exponents, (0, 0, 0, steps * parts - len(exponents))), 0, (steps, parts))
-        scales = sum(plane << 8 * part for part, plane in enumerate(planes.unbind(1)))
-    elif kind != "floats":
-        low, high = scales.half().view(torch.int16).to(torch.int32)
-        scales = low & 0xFFFF | high << 16
-    return LowBitMatrix(codes, scales, kind, form.bits, group, columns)
+        exponents = d.float().log2().round_().add_(128).clamp_(0).to(torch.int32)  # d is of numbers twice as large
+        planes = torch.unflatten(F.pad(exponents, (0, steps * parts - exponents.shape[1])), 1, (steps, parts))
+        return reduce(torch.bitwise_or, (plane.T << 8 * part for part, plane in enumerate(planes.unbind(2))))
+    if kind == "superblocks":
+        assert weight.a is not None, "superblocks have scales"
+        assert weight.b is not None, "and minima"
+        pairs = _pair(weight.a.to(torch.int32) & 255, weight.b.to(torch.int32), 8)
+        pairs = F.pad(pairs, (0, steps * parts - pairs.shape[1]))
+        units = torch.arange(steps, device=d.device) * (parts * form.group) // form.superblock
+        words = [_pair(pairs[:, part::parts] & 0xFFFF, pairs[:, part + 1 :: parts], 16) for part in range(0, parts, 2)]
+        return torch.stack([*words, _halves(d, weight.e)[:, units]], 2).permute(1, 2, 0)
+    if kind == "shifts":
+        return _halves(d, weight.e).T
+    zero = torch.full_like(d, form.zero)
+    return _halves(d, zero if weight.b is None else zero + weight.b[:, :: form.gpu_group // form.group]).T
 
 
-def _scales(weight: LowBitWeight, kind: str) -> Tensor:
-    """Return the scales of a weight, and its shifts or zeros, [2, rows, groups]."""
-    scale, least = weight.scales()
-    if kind == "zeros":
-        zero = torch.full_like(scale, weight.form.zero)
-        return torch.stack((scale, zero if weight.b is None else zero + weight.b))
-    shift = -weight.form.zero * scale if least is None else least - weight.form.zero * scale
-    return torch.stack((scale, shift))
+def _pair(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    return low | high << bits
+
+
+def _halves(low: Tensor, high: Tensor | None) -> Tensor:
+    """Return two numbers in fp16 in each int32."""
+    assert high is not None, "a format with minima has them"
+    return _pair(low.view(torch.int16).to(torch.int32) & 0xFFFF, high.half().view(torch.int16).to(torch.int32), 16)
 
 
 @triton.jit
-def _load_scale(scales, group, line, lines, beyond, PART: tl.constexpr, SCALES: tl.constexpr):
-    """Return the scales and shifts of a group of some rows (`line`), in fp32. `beyond`: where a row's shifts are, from
-    its scales; as "e2m1" `group` is a step, of which this is PART."""
-    word = tl.load(scales + group * lines + line)
-    if SCALES == "floats":
-        scale, shift = word, tl.load(scales + beyond + group * lines + line)
-    elif SCALES == "e2m1":
+def _half(word, HIGH: tl.constexpr):
+    """Return one of the two numbers in fp16 of a word."""
+    bits = word >> 16 if HIGH else word
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_scale(
+    scales, step, line, lines, depth,
+    PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the scales and shifts of a step's part, of some rows (`line`), in fp32."""
+    PARTS: tl.constexpr = 16 // BITS
+    if SCALES == "e2m1":
+        word = tl.load(scales + step * lines + line)
         scale = ((word >> (8 * PART) & 255) << 23).to(tl.float32, bitcast=True)
         shift = tl.zeros_like(scale)
+    elif SCALES == "superblocks":
+        words = scales + step * (PARTS // 2 + 1) * lines + line
+        word, unit = tl.load(words + PART // 2 * lines), tl.load(words + PARTS // 2 * lines)
+        scale = (word << (24 - 16 * (PART % 2)) >> 24).to(tl.float32) * _half(unit, False)
+        shift = -(word << (16 - 16 * (PART % 2)) >> 24).to(tl.float32) * _half(unit, True)
     else:
-        scale = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        shift = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        group = (step * PARTS + PART) * WIDTH // GROUP
+        if not EVEN:
+            group = tl.minimum(group, depth // GROUP - 1)
+        word = tl.load(scales + group * lines + line)
+        scale, shift = _half(word, False), _half(word, True)
         if SCALES == "zeros":
             shift = -shift * scale
     return scale, shift
@@ -193,7 +227,7 @@ def _expand_part(
         high = scale.to(tl.int32, bitcast=True) >> 16
         twice = tl.broadcast_to((high | high << 16)[:, None], codes.shape)
         text: tl.constexpr = _E0 if PART == 0 else _E1 if PART == 1 else _E2 if PART == 2 else _E3
-        return tl.inline_asm_elementwise(text, "=r,r,r,r", [codes, twice], dtype=dtype, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(text, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
     wide = codes.to(tl.int32)
     if SCALES == "e2m1":
         bits = (wide << (22 - 4 * PART) & 0x01C00000) | (wide << (28 - 4 * PART) & -0x80000000)
@@ -210,7 +244,7 @@ def _expand_part(
 
 @triton.jit
 def _add_step(
-    acc, other, codes, scales, step, line, lines, beyond, away, inputs, real, depth,
+    acc, other, codes, scales, step, line, lines, away, inputs, real, depth,
     BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, other) [N, M] with the products of a step's columns; `other` is of the rows `away` from acc's, if
@@ -230,16 +264,13 @@ def _add_step(
         if not EVEN:
             inside = inside & (column < depth)[:, None]
         v = tl.load(inputs + column[:, None], mask=inside, other=0.0)
-        if SCALES == "e2m1" or part * WIDTH % GROUP == 0:
-            group = step
-            if SCALES != "e2m1":
-                group = (step * COLUMNS + part * WIDTH) // GROUP
-                if not EVEN:
-                    group = tl.minimum(group, depth // GROUP - 1)
-            scale, shift = _load_scale(scales, group, line, lines, beyond, part, SCALES)
+        if part * WIDTH % GROUP == 0:
+            scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, EVEN)
             scale_other, shift_other = scale, shift
             if TWO:
-                scale_other, shift_other = _load_scale(scales, group, line + away, lines, beyond, part, SCALES)
+                scale_other, shift_other = _load_scale(
+                    scales, step, line + away, lines, depth, part, BITS, GROUP, SCALES, EVEN
+                )
             piece, piece_other, sums = tl.zeros_like(acc), tl.zeros_like(acc), tl.zeros_like(acc)
         if WHOLE:
             ones = tl.full((acc.shape[0], WIDTH), 1.0, v.dtype)
@@ -262,14 +293,14 @@ def _add_step(
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _product(
-    x, codes, scales, bias, shares, out, counts, pairs, tokens, tiles, x_stride, size, lines, beyond, depth,
+    x, codes, scales, bias, shares, out, counts, pairs, tokens, tiles, x_stride, size, lines, depth,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     UNROLL: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
     EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair. `lines`: the
-    weight's rows; `beyond`: its scales. UNROLL divides the steps of a row. With SPLITS a program takes some of the
+    weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the
     steps: out [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -300,7 +331,7 @@ def _product(
         for turn in tl.range(split * share, tl.minimum(turns, (split + 1) * share), num_stages=STAGES):
             for j in tl.static_range(UNROLL):
                 acc, other = _add_step(
-                    acc, other, codes, scales, turn * UNROLL + j, line, lines, beyond, size, inputs, real, depth,
+                    acc, other, codes, scales, turn * UNROLL + j, line, lines, size, inputs, real, depth,
                     BITS, GROUP, SCALES, KIND is not None, EVEN,
                 )  # fmt: skip
         if BIAS and split == 0:
@@ -318,7 +349,7 @@ def _product(
 @fast_launch
 @triton.jit
 def _expand(
-    codes, scales, out, lines, beyond, depth,
+    codes, scales, out, lines, depth,
     BLOCK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Store the numbers of BLOCK rows of a step."""
@@ -332,8 +363,7 @@ def _expand(
         tl.extra.cuda.gdc_wait()  # the memory of the result may be in use until now
     for part in tl.static_range(PARTS):
         first = (step * PARTS + part) * WIDTH
-        group = step if SCALES == "e2m1" else tl.minimum(first // GROUP, depth // GROUP - 1)
-        scale, shift = _load_scale(scales, group, line, lines, beyond, part, SCALES)
+        scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, False)
         numbers = _expand_part(h, scale, shift, out.dtype.element_ty, part, BITS, SCALES)
         place = out + line[:, None] * depth + (first + k)[None, :]
         tl.store(place, numbers, mask=(n < lines)[:, None] & (first + k < depth)[None, :])
@@ -344,7 +374,7 @@ def expand(weight: LowBitMatrix, dtype: torch.dtype, *, pdl: bool = False) -> Te
     steps, rows, _ = weight.codes.shape
     out = torch.empty(rows, weight.columns, dtype=dtype, device=weight.codes.device)
     _expand[(cdiv(rows, EXPANDED_ROWS), steps)](
-        weight.codes, weight.scales, out, rows, weight.scales[0].numel(), weight.columns,
+        weight.codes, weight.scales, out, rows, weight.columns,
         BLOCK=EXPANDED_ROWS, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
@@ -366,7 +396,8 @@ def low_bit_linear(
         out = F.linear(x, expand(weight, x.dtype, pdl=pdl), bias)
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
     size, tile = size if kind is None else size // 2, choose_tile(rows, x, weight, kind is not None, deterministic)
-    splits = min(MAX_SPLITS, power_of_2(cdiv(SPLIT_PROGRAMS, cdiv(size, tile.columns))))
+    programs = SPLIT_PROGRAMS * 16 // max(tile.pairs, 16)
+    splits = min(MAX_SPLITS, power_of_2(cdiv(programs, cdiv(size, tile.columns))))
     splits = splits if kind is None and not deterministic else 1
     out = torch.empty(rows * splits, size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
     if rows:
@@ -429,7 +460,7 @@ def _launch(
     _product[(tiles * cdiv(size, tile.columns), splits)](
         x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
         out if routing is None else routing.counts, out if routing is None else routing.pairs, tokens, tiles,
-        x.stride(0), size, weight.rows, weight.scales[0].numel(), weight.columns,
+        x.stride(0), size, weight.rows, weight.columns,
         EXPERTS=experts, PADDED=power_of_2(max(experts, 1)), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
         UNROLL=unroll, SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind,
         EVEN=weight.columns % columns == 0, KIND=kind, BIAS=bias is not None, STAGES=tile.stages, SPLITS=splits,
