@@ -50,6 +50,7 @@ UNQUANTIZED_MODULES = re.compile(
 HEAD_MODULE = re.compile(r"(^|\.)head$")
 """The head is rounded to 8 bits even with int4, because no later layer corrects its errors."""
 PIECE_NUMBERS = 1 << 18  # numbers quantized at once: they stay in a core's cache
+GPU_PIECE_NUMBERS = 1 << 26
 MakeWeight = Callable[[], LowBitWeight]
 WeightFormats = dict[str, tuple[LowBitFormat, ...]]
 """Parameter -> the formats of its parts, each a tensor of a checkpoint."""
@@ -171,7 +172,7 @@ def quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
     """Quantize weight [N, K] by groups of 32. In 8 bits a group's largest value is 127 scales. In 4 bits its minimum
     and maximum are 0 and 15 scales above the minimum; scale and minimum have 8 bits each if groups share a superblock.
     Scales are rounded before the numbers are computed, so that the numbers compensate."""
-    step = max(1, PIECE_NUMBERS // weight.shape[1])
+    step = max(1, (GPU_PIECE_NUMBERS if weight.is_cuda else PIECE_NUMBERS) // weight.shape[1])
     result = _allocate(weight, low_bit_format)
 
     def fill(start: int) -> None:
@@ -206,8 +207,12 @@ def _allocate(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
         *((torch.int8, torch.int8) if low_bit_format.superblock else ()),
     )
     sizes = (units, units, groups, groups)
-    scales = (None if kind is None else torch.empty(rows, size, dtype=kind) for kind, size in zip(kinds, sizes))
-    return LowBitWeight(low_bit_format, torch.empty(rows, columns, dtype=torch.uint8), *scales)  # type: ignore[arg-type]  # two to four tensors
+    scales = (
+        None if kind is None else torch.empty(rows, size, dtype=kind, device=weight.device)
+        for kind, size in zip(kinds, sizes)
+    )
+    numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    return LowBitWeight(low_bit_format, numbers, *scales)  # type: ignore[arg-type]  # two to four tensors
 
 
 def _quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
