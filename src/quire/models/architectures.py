@@ -47,8 +47,8 @@ ARCHITECTURES = {
         vision_language_families.read_gemma3_with_images, "vision_language:VisionLanguageModel"
     ),
     "Gemma4ForCausalLM": Architecture(gemma4.read_gemma4, "per_layer_inputs:PerLayerInputDecoder"),
-    "Gemma4ForConditionalGeneration": Architecture(  # its text
-        gemma4.read_gemma4_with_encoders, "per_layer_inputs:PerLayerInputDecoder"
+    "Gemma4ForConditionalGeneration": Architecture(
+        vision_language_families.read_gemma4_with_images, "vision_language:PerLayerInputVisionLanguageModel"
     ),
     "MixtralForCausalLM": Architecture(expert_families.read_mixtral),
     "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
