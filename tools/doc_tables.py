@@ -77,6 +77,9 @@ UNLIKE_LAYERS = ("gemma-4-31b", "gpt-oss-20b", "ministral-8b", "qwen3-next-80b-a
 UNLIKE_LENGTHS = (8192, 32768, 131072)
 """Models with layers of several types, and lengths of sequences in tokens."""
 
+KV_BESIDE_VLLM, KV_LENGTHS = DOCS / "measurements" / "kv_beside_vllm.json", (12, 1000, 8192, 32768)
+"""What tools/compare_kv.py measured, and the lengths of prompts whose memory is shown."""
+
 FILLED_PARAMS = ("bad_word_ids", "stop_automaton", "grammar")
 """Parameters that quire fills from others."""
 MEANINGS: dict[str, dict[str, str]] = tomllib.loads(
@@ -452,7 +455,28 @@ def tokens_in_a_gib() -> Iterator[str]:
         yield f"| | uniform | {' | '.join(f'{tokens:,.0f}' for tokens in uniform)} |\n"
 
 
-TABLES = {"layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib}
+def kv_beside_vllm() -> Iterator[str]:
+    """What tools/compare_kv.py measured: memory of sequences, and tokens found in the prefix cache."""
+    results = json.loads(KV_BESIDE_VLLM.read_text(encoding="utf-8"))["results"]
+    first, model = results[0], ""
+    prefixes = [one["prefix"] for one in first["prefixes"]]
+    yield "| model | | " + " | ".join(f"MiB, {length:,} tokens" for length in KV_LENGTHS)
+    yield " | " + " | ".join(f"found of {length:,}" for length in prefixes) + " | found of turns | articles found |\n"
+    yield f"|---|---|{'--:|' * (len(KV_LENGTHS) + len(prefixes) + 2)}\n"
+    for one in results:
+        sizes = {size["tokens"]: size["bytes_each"] / 2**20 for size in one["sizes"]}
+        turns, articles = one["conversation"], [at["articles"] for at in one["questions"]["found"] if at["share"] > 0.9]
+        cells = [
+            "" if one["model"] == model else one["model"], one["name"],
+            *(f"{sizes[length]:,.1f}" for length in KV_LENGTHS),
+            *(f"{at['hits'][1]:,}" for at in one["prefixes"]), f"{sum(turns['hits']):,}",
+            str(max(articles, default=0)),
+        ]  # fmt: skip
+        model = one["model"]
+        yield f"| {' | '.join(cells)} |\n"
+
+
+TABLES = {"layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib, "kv_beside_vllm": kv_beside_vllm}
 
 
 def written(text: str) -> str:
