@@ -77,8 +77,8 @@ UNLIKE_LAYERS = ("gemma-4-31b", "gpt-oss-20b", "ministral-8b", "qwen3-next-80b-a
 UNLIKE_LENGTHS = (8192, 32768, 131072)
 """Models with layers of several types, and lengths of sequences in tokens."""
 
-KV_BESIDE_VLLM, KV_LENGTHS = DOCS / "measurements" / "kv_beside_vllm.json", (12, 1000, 8192, 32768)
-"""What tools/compare_kv.py measured, and the lengths of prompts whose memory is shown."""
+KV_BESIDE_VLLM, SHORT, LONG = DOCS / "measurements" / "kv_beside_vllm.json", (12, 1000), (8192, 32768)
+"""What tools/compare_kv.py measured, and the lengths whose memory is shown in MiB and in tokens of a GiB."""
 
 FILLED_PARAMS = ("bad_word_ids", "stop_automaton", "grammar")
 """Parameters that quire fills from others."""
@@ -458,22 +458,22 @@ def tokens_in_a_gib() -> Iterator[str]:
 def kv_beside_vllm() -> Iterator[str]:
     """What tools/compare_kv.py measured: memory of sequences, and tokens found in the prefix cache."""
     results = json.loads(KV_BESIDE_VLLM.read_text(encoding="utf-8"))["results"]
-    first, model = results[0], ""
-    prefixes = [one["prefix"] for one in first["prefixes"]]
-    yield "| model | | " + " | ".join(f"MiB, {length:,} tokens" for length in KV_LENGTHS)
-    yield " | " + " | ".join(f"found of {length:,}" for length in prefixes) + " | found of turns | articles found |\n"
-    yield f"|---|---|{'--:|' * (len(KV_LENGTHS) + len(prefixes) + 2)}\n"
-    for one in results:
-        sizes = {size["tokens"]: size["bytes_each"] / 2**20 for size in one["sizes"]}
-        turns, articles = one["conversation"], [at["articles"] for at in one["questions"]["found"] if at["share"] > 0.9]
+    head = [
+        "model", "engine", *(f"MiB, {n:,} tokens" for n in SHORT), *(f"tokens/GiB, {n:,}" for n in LONG),
+        *(f"found of {at['prefix']:,}" for at in results[0]["prefixes"]), "found of turns", "articles found",
+    ]  # fmt: skip
+    yield f"| {' | '.join(head)} |\n|---|---|{'--:|' * (len(head) - 2)}\n"
+    for before, one in zip([None, *results], results):
+        sizes = {size["tokens"]: size for size in one["sizes"]}
+        articles = [at["articles"] for at in one["questions"]["found"] if at["share"] > 0.9]
         cells = [
-            "" if one["model"] == model else one["model"], one["name"],
-            *(f"{sizes[length]:,.1f}" for length in KV_LENGTHS),
-            *(f"{at['hits'][1]:,}" for at in one["prefixes"]), f"{sum(turns['hits']):,}",
+            "" if before and before["model"] == one["model"] else one["model"], one["name"],
+            *(f"{sizes[n]['bytes_each'] / 2**20:,.1f}" for n in SHORT),
+            *(f"{sizes[n]['tokens_per_gib']:,.0f}" for n in LONG),
+            *(f"{at['hits'][1]:,}" for at in one["prefixes"]), f"{sum(one['conversation']['hits']):,}",
             str(max(articles, default=0)),
         ]  # fmt: skip
-        model = one["model"]
-        yield f"| {' | '.join(cells)} |\n"
+        yield f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
 
 
 TABLES = {"layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib, "kv_beside_vllm": kv_beside_vllm}
