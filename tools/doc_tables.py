@@ -32,7 +32,7 @@ from quire.files import MAX_BYTES_BY_FILE
 from quire.ipc import pixel_store
 from quire.memory.page_layout import MemorySize
 from quire.memory.paged import PagedMemory
-from quire.models import read_spec
+from quire.models import FAMILIES, read_spec
 from quire.models.named_configs import CONFIGS, named_config
 from quire.protocol import columns, image_tiling, sampling_params
 from quire.protocol.device_params import MAX_TOKENS
@@ -60,10 +60,11 @@ from quire.server.responses import routes as responses_routes
 from quire.startup.memory_plan import GIB, plan_memory, tokens_per_gib, uniform_tokens_per_gib
 from quire.text import chat_messages, input_processor, tokenizers_guard
 from quire.text.images import headers, loader
+from quire.weights import gguf_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 REFERENCE = DOCS / "reference.md"
-PAGES = (DOCS / "parallel.md", DOCS / "memories.md")
+PAGES = (DOCS / "parallel.md", DOCS / "memories.md", DOCS / "models.md")
 """Pages with tables in them."""
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
@@ -73,7 +74,7 @@ LAYOUTS = (
     ("llama3-70b", 139.8, (1, 2, 4)), ("opt-175b", 79, (8,)),
 )  # fmt: skip
 """Model, GiB of a GPU, and how many of them."""
-UNLIKE_LAYERS = ("gemma-4-31b", "gpt-oss-20b", "ministral-8b", "qwen3-next-80b-a3b", "jamba-52b")
+UNLIKE_LAYERS = ("gemma-3-12b", "gemma-4-31b", "gpt-oss-20b", "ministral-8b", "qwen3-next-80b-a3b", "jamba-52b")
 UNLIKE_LENGTHS = (8192, 32768, 131072)
 """Models with layers of several types, and lengths of sequences in tokens."""
 
@@ -476,7 +477,25 @@ def kv_beside_vllm() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
 
 
-TABLES = {"layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib, "kv_beside_vllm": kv_beside_vllm}
+def model_families() -> Iterator[str]:
+    """The families that quire computes itself, and those that transformers computes."""
+    in_gguf = {one.hf_architecture for one in gguf_config.ARCHITECTURES.values()}
+    in_gguf |= {"MistralForCausalLM", "MixtralForCausalLM"}  # in files whose architecture is llama
+    rows = [
+        (quoted(family.architectures), family.layers, "native",
+         family.checkpoints + ", GGUF" * (not in_gguf.isdisjoint(family.architectures)), family.tested)
+        for family in FAMILIES
+    ]  # fmt: skip
+    others = ("others, [below](#models-of-transformers)", "full, or windows", "transformers", "none", "transformers")
+    yield from table(
+        "architecture in config.json, layers, path, quantized checkpoints, tested against", [*rows, others]
+    )
+
+
+TABLES = {
+    "layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib, "kv_beside_vllm": kv_beside_vllm,
+    "model_families": model_families,
+}  # fmt: skip
 
 
 def written(text: str) -> str:
