@@ -98,7 +98,7 @@ class Quire:
         plan = plan_memory(engine, spec, "", "bfloat16", 2, "cuda", device_bytes=2**40)
         self.memory = PagedMemory.build(engine, spec, MemorySize(plan.kv_tokens, plan.max_len, 2, plan.kv_bytes))
         self.scheduler = Scheduler(self.memory, token_budget=STEP_TOKENS, max_seqs=MAX_SEQS, max_len=plan.max_len)
-        self.runner, self.plan = EchoRunner(is_constant=True), plan
+        self.runner = EchoRunner(is_constant=True)
 
     def describe(self) -> dict[str, Any]:
         """As Memory.describe."""
@@ -237,7 +237,7 @@ def draw_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
     from quire.bench.plots import COLOURS, figure, save
 
     models = list(dict.fromkeys(one["model"] for one in results))
-    drawn = figure(3.1 * len(models), 7.6)
+    drawn = figure(2.6 * len(models), 6.8)
     grid = drawn.subplots(3, len(models), squeeze=False)
     for column, model in enumerate(models):
         mine = [one for one in results if one["model"] == model]

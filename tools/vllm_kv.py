@@ -195,6 +195,7 @@ class Vllm:
             assert names, "vLLM has no room for the requests"
             hits.update({data.req_id: data.num_computed_tokens for data in plan.scheduled_new_reqs})
             if not taken and min(request.num_output_tokens for request in requests.values()) >= 2:
+                assert len(self.scheduler.running) == len(prompts), "a request ended before all ran"
                 pool = self.scheduler.kv_cache_manager.block_pool
                 taken = (self.kv_config.num_blocks - 1 - pool.get_num_free_blocks()) * self.block_bytes
             sampled = [
