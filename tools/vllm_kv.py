@@ -75,7 +75,7 @@ def prepare(folder: Path) -> None:
     """Make vLLM importable from `folder` as on an H200. Raise SystemExit with what to install if it isn't there."""
     if not (folder / f"vllm-{VERSION}.dist-info").is_dir():
         raise SystemExit(
-            f"vLLM {VERSION} is not in {folder}. Install it there (900 MB), without torch and its other requirements:\n"
+            f"vLLM {VERSION} is not in {folder}. Install it there (800 MB), without torch and its other requirements:\n"
             f"    python -m pip install --no-deps --target {folder} {' '.join(REQUIREMENTS)}"
         )
     os.environ["HF_HUB_OFFLINE"] = "1"
