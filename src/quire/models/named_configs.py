@@ -106,15 +106,15 @@ def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scala
     }
 
 
-# The text model of gemma-3-4b. Its config.json leaves out transformers' defaults and could not be read; the window, the
+# The text models of Gemma-3. Their config.json leave out transformers' defaults and could not be read; the window, the
 # pattern and the ropes are those of published conversions.
-_GEMMA3_4B = {
-    **_gemma2(2560, 34, 8, 10240, 256, 256),
+_GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None,
     "final_logit_softcapping": None, "sliding_window": 1024, "sliding_window_pattern": 6, "vocab_size": 262208,
     "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "eos_token_id": [1, 106],
 }
+_GEMMA3_4B = {**_gemma2(2560, 34, 8, 10240, 256, 256), **_GEMMA3}
 
 
 def _gemma4(
@@ -329,6 +329,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-2-9b": _gemma2(3584, 42, 16, 14336, 256, 256),
     "gemma-2-27b": _gemma2(4608, 46, 32, 36864, 128, 144),
     "gemma-3-4b": _GEMMA3_4B,
+    "gemma-3-12b": {**_gemma2(3840, 48, 16, 15360, 256, 256), **_GEMMA3},
     "gemma-4-31b": _GEMMA4_31B,
     "gemma-4-26b-a4b": _gemma4(2816, 30, 16, 8, 2, 2112, **_GEMMA4_EXPERTS),
     "gemma-4-e2b": _GEMMA4_E2B,
