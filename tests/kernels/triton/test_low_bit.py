@@ -31,15 +31,34 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def six_bits(rows: int, columns: int) -> LowBitWeight:
+    generator = torch.Generator().manual_seed(4)
+    numbers = torch.randint(0, 64, (rows, columns), generator=generator, dtype=torch.uint8)
+    a = torch.randint(-9, 9, (rows, columns // 16), generator=generator, dtype=torch.int8)
+    return LowBitWeight(Q6_K_FORMAT, numbers, 0.01 * random(rows, columns // 256).half(), None, a)
+
+
 def weights(rows: int, columns: int, name: str) -> LowBitWeight:
     if name in FORMATS:
         return quantize(random(rows, columns), FORMATS[name])
+    if name == "q6_k":
+        return six_bits(rows, columns)
     method, _, group = name.partition("-")
     bits = 4 if method == "awq" else 8
     return quantize_groups(random(rows, columns), LowBitScheme(bits, method, group_size=int(group)))
 
 
-GROUPS = {"int8": 32, "int4": 32, "q4_k": 256, "mxfp4": 32, "awq-32": 32, "awq-64": 64, "awq-128": 128, "gptq-128": 128}
+GROUPS = {
+    "int8": 32,
+    "int4": 32,
+    "q4_k": 256,
+    "q6_k": 256,
+    "mxfp4": 32,
+    "awq-32": 32,
+    "awq-64": 64,
+    "awq-128": 128,
+    "gptq-128": 128,
+}
 NAMES = pytest.mark.parametrize("name", GROUPS)
 
 
@@ -73,11 +92,6 @@ def test_mxfp4_is_exact() -> None:
     for dtype in (torch.float32, torch.bfloat16) if CUDA else (torch.float32,):
         got = low_bit.expand(low_bit.pack([weight], DEVICE), dtype)
         assert torch.equal(got.float().cpu(), weight.dequantize())
-
-
-def test_formats_without_kernels() -> None:
-    """16 numbers share a scale: they don't fill a product."""
-    assert Q6_K_FORMAT.gpu_scales is None
 
 
 @TYPES
