@@ -234,7 +234,8 @@ def delta_rules() -> None:
 
 
 def mixtures() -> None:
-    """Of one token, of a batch, of prompts; weights in FP8 too, with scales by row and by group."""
+    """Of one token, of a batch, of prompts; weights in FP8 too, with scales by row and by group; of all experts, and of
+    one rank's."""
     shapes, half = ((16, 2 * 1024, 4096), (16, 4096, 1024)), (None, None)
     kinds = [([torch.empty(shape, dtype=DTYPE) for shape in shapes], half)]
     for group in (4096, 128) if CAPABILITY >= 89 else ():
@@ -246,6 +247,10 @@ def mixtures() -> None:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
         biases = zeros(2 * 1024 * 16), zeros(4096 * 16)
         fused_moe.fused_moe(zeros(tokens, 4096), routing, *kinds[0][0], "clamped_swiglu", biases=biases, pdl=PDL)
+    for tokens in (1, 64):
+        routing = fused_moe.route(zeros(tokens, 32), 2, False, tokens > 1, own=range(16, 32), pdl=PDL)
+        for (gate_up, down), scales in kinds:
+            fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
 
 
 def in_few_bits() -> None:

@@ -66,7 +66,8 @@ PACKED = r"(feed_forward.*|self_attn.*|mlp.*|in|out)_proj\.weight|experts\.\d+\.
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts(family: str, said: dict[str, Any], tmp_path: Path) -> None:
     """A rank has some columns of every expert, in few bits unless a group's columns may be anywhere; the router stays
-    as it is. Products are those of the weights that the numbers stand for."""
+    as it is. Products are those of the weights that the numbers stand for. Or a rank has whole experts, also where
+    their columns would be no whole groups."""
     config, down = EXPERTS[family]
     publish_plain(config, tmp_path)
     meant = repack(tmp_path, said, PACKED)
@@ -88,6 +89,12 @@ def test_experts(family: str, said: dict[str, Any], tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=told) as failure:
             loaded(tmp_path, part=Shard(0, 4))
         assert failure.value.remedy == "--tp must divide its groups of columns, 2"
+    ranks = 4 if family == "qwen3_moe" else 2
+    shards = assert_slices(lambda part, _: loaded(tmp_path, part=part), ranks, expert_parallel=True)
+    for shard in shards:
+        layer = next(module for module in shard.modules() if isinstance(module, SparseMLP))
+        assert with_bits(layer) == (not said.get("desc_act"))
+    assert sum(shard.read_bytes for shard in shards) < 1.1 * loaded(tmp_path).read_bytes
 
 
 @pytest.mark.parametrize("said", [AWQ, GPTQ, EIGHT, ORDERED], ids=str)
