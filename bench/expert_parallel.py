@@ -29,7 +29,7 @@ from quire.models.named_configs import named_config
 from quire.protocol.parallel_layout import ParallelLayout, Shard
 
 RANKS, TOKENS, SKEWS = (2, 4, 8), (1, 8, 64, 512), (0.0, 0.5, 1.0)
-ATTEMPTS, STEPS = 4, 8
+ATTEMPTS, STEPS = 6, 8
 WAIT_CYCLES = 10**8  # of a GPU, while calls are queued
 CACHE_BYTES = 1 << 28  # more than any cache has
 
