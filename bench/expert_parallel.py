@@ -1,7 +1,9 @@
-"""Measure a layer of experts as ranks compute it: with columns of every expert, and with whole experts.
+r"""Measure a layer of experts as ranks compute it: with columns of every expert, and with whole experts.
 
-    python -m bench.expert_parallel --out FILE.json
+    MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296 \
+        python -m bench.expert_parallel --out FILE.json
 
+With these variables glibc keeps freed memory, so that no time depends on what was measured before.
 The layer is that of a named shape, in bf16 with random weights; on a CPU each rank has one thread. Sums over ranks are
 not measured: they are the same. A step waits for its slowest rank, so with whole experts the largest time of the ranks
 counts, as a mean over some steps. Tokens choose experts by random logits, to which `skew` times a random number of each
@@ -11,6 +13,7 @@ expert is added: with 0, all experts are equally popular.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from dataclasses import replace
@@ -56,7 +59,9 @@ def main() -> None:
                 results.append(measure(by_columns, by_experts, model.hidden, tokens, ranks, skew, device))
                 print(results[-1], flush=True)
     if args.out is not None:
-        write(args.out, document("expert parallel", "python -m bench.expert_parallel", sys.argv[1:], results))
+        variables = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_")]
+        program = " ".join([*variables, "python -m bench.expert_parallel"])
+        write(args.out, document("expert parallel", program, sys.argv[1:], results))
 
 
 def make_layer(hidden: int, experts: ExpertsConfig, activation: str, shard: Shard, device: torch.device) -> SparseMLP:
