@@ -4,6 +4,7 @@ there are: with weights as they are, and in FP8, with scales by row and by group
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -167,12 +168,14 @@ def test_what_is_not_a_number_shows() -> None:
     assert torch.equal(got[[0, 1, 2, 4]], want[[0, 1, 2, 4]])
 
 
-@pytest.fixture
-def nan_where_nothing_was_stored() -> Iterator[None]:
+@contextmanager
+def nan_where_nothing_is_stored() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled with NaN
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        assert torch.empty(3, device=DEVICE).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("own", [range(3), range(3, 5), range(1, 2)], ids=str)
@@ -190,7 +193,6 @@ def test_choice_among_a_ranks_experts(own: range) -> None:
     assert 0 < sum(map(len, lists)) < 66
 
 
-@pytest.mark.usefixtures("nan_where_nothing_was_stored")
 @pytest.mark.parametrize("deterministic", [False, True])
 @TYPES
 @pytest.mark.parametrize(("kind", "biased"), [*((kind, False) for kind in KINDS), ("plain", True)])
@@ -203,15 +205,14 @@ def test_ranks_with_whole_experts(kind: str, biased: bool, dtype: torch.dtype, d
         got = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
         for own in (range(2), range(2, 4), range(4, 5)):
             mine = slice(own.start, own.stop)
-            routing = route(logits, 2, True, count > 1 or deterministic, own=own, pdl=pdl)
             weights = [weight[mine].contiguous() for weight in made.weights]
             scales = [None if scale is None else scale.unflatten(1, (5, -1))[:, mine] for scale in made.scales]
             scales = [None if scale is None else scale.flatten(1).contiguous() for scale in scales]
             biases = [bias[mine].to(dtype).flatten() if biased else None for bias in made.biases]
-            part = fused_moe(
-                x, routing, *weights, "clamped_swiglu" if biased else "silu", (scales[0], scales[1]),
-                (biases[0], biases[1]), deterministic=deterministic, pdl=pdl,
-            )  # fmt: skip
+            act, options = "clamped_swiglu" if biased else "silu", {"deterministic": deterministic, "pdl": pdl}
+            with nan_where_nothing_is_stored():
+                routing = route(logits, 2, True, count > 1 or deterministic, own=own, pdl=pdl)
+                part = fused_moe(x, routing, *weights, act, (scales[0], scales[1]), (biases[0], biases[1]), **options)
             assert part.any() == (routing.expert_ids >= 0).any()
             got += part.double()
         want = made.dense(x, *route(logits, 2, True)[:2])
