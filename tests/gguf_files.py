@@ -17,6 +17,15 @@ TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0":
 ALIGNMENT = 32
 GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
          "post_feedforward_layernorm": "post_ffw_norm"}  # fmt: skip
+GEMMA4 = {
+    **GEMMA, "layer_scalar": "layer_output_scale", "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1", "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp", "experts.gate_up_proj": "ffn_gate_up_exps", "experts.down_proj": "ffn_down_exps",
+    "router": "ffn_gate_inp", "router.per_expert": "ffn_down_exps",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}  # fmt: skip
 GPT_OSS = {"post_attention_layernorm": "post_attention_norm", "self_attn": "attn_sinks", "mlp.router": "ffn_gate_inp"}
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -123,7 +132,10 @@ def convert(folder: Path, arch: str, path: Path, kind: str = "f32", **more: Any)
     for name, tensor in load_file(folder / "model.safetensors").items():
         array, (block, found, rest) = tensor.float().numpy(), name.partition(".experts.")
         number, _, what = rest.partition(".")
-        if number.isdecimal():
+        if arch == "gemma4":
+            whole = name.replace("per_expert_scale", "per_expert.scale")
+            arrays[whole if whole.endswith((".weight", ".scale")) else f"{whole}.weight"] = array
+        elif number.isdecimal():
             experts.setdefault(f"{block}.experts.{what}", {})[int(number)] = array
         elif found:
             arrays |= split_experts(block, rest, array)
@@ -136,11 +148,11 @@ def convert(folder: Path, arch: str, path: Path, kind: str = "f32", **more: Any)
             array = rows.swapaxes(1, 2).reshape(array.shape)
         if name.endswith("conv.conv.weight"):
             array = array[:, 0]
-        if arch.startswith("gemma") and name.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         stem, _, ending = name.rpartition(".")
         layer, _, what = stem.removeprefix("model.layers.").partition(".")
-        table = NAMES | (GEMMA if arch.startswith("gemma") else GPT_OSS if arch == "gpt-oss" else {})
+        table = NAMES | {"gemma2": GEMMA, "gemma3": GEMMA, "gemma4": GEMMA4, "gpt-oss": GPT_OSS}.get(arch, {})
         ending = "weight" if ending == "sinks" else ending
         called = f"blk.{layer}.{table[what]}" if "layers." in name else table[stem]
         kinds = {"q8_0": q8_0, "mxfp4": mxfp4 if "_exps" in called else q8_0}

@@ -43,6 +43,16 @@ GEMMA3 = {
     "sliding_window": 3,
     "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
 }
+GEMMA4 = {
+    **GEMMA2, "model_type": "gemma4_text", "global_head_dim": 16, "sliding_window": 3, "pad_token_id": 7,
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4_VISION = {
+    "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "patch_size": SIDE // 2, "pooling_kernel_size": 2,
+    "position_embedding_size": 560, "standardize": True,
+}  # fmt: skip
 PHI3_ROPE = {"short_factor": [1.0, 1.1, 1.3, 1.5], "long_factor": [1.2, 2.0, 3.0, 5.0], "type": "su"}
 
 
@@ -297,6 +307,53 @@ class Gemma3(PaliGemma):
         return self.model(input_ids=ids, token_type_ids=(ids == TOKEN).long(), **pictures).logits[0]
 
 
+class Gemma4(Gemma3):
+    """Images of up to 6 tokens, which attend to one another both ways in layers with a window."""
+
+    text: ClassVar[dict[str, Any]] = {**GEMMA4, "use_bidirectional_attention": "vision"}
+    clipped = False
+
+    def make(self) -> None:
+        vision = {**GEMMA4_VISION, "use_clipped_linears": self.clipped}
+        self.model = self.built("gemma4", vision_config=vision, text_config=self.text, image_token_id=TOKEN)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith(("_min", "_max")):
+                buffer.fill_(-2.0 if name.endswith("_min") else 3.0)
+            if name.endswith(("std_bias", "std_scale")):
+                buffer.copy_(torch.linspace(0.2, 1, len(buffer)))
+        self.saved({"max_soft_tokens": 6})
+
+    def tiles(self, grid: TileGrid) -> int:
+        return grid.rows * grid.columns
+
+    def inputs(self, prompt: Prompt) -> dict[str, Any]:
+        patch, side = SIDE // 2, 2
+        values = torch.zeros(len(prompt.pictures), 6 * side**2, 3 * patch**2)
+        positions = torch.full((*values.shape[:2], 2), -1)
+        for i, one in enumerate(prompt.pictures):
+            rows, columns = one.grid[:2]
+            lines = one.tiles.view(rows, columns, side, patch, side, patch, 3).permute(0, 2, 1, 4, 3, 5, 6)
+            lines = lines.reshape(rows * side * columns * side, -1)
+            values[i, : len(lines)] = lines / 255
+            at = torch.arange(len(lines))
+            positions[i, : len(lines)] = torch.stack((at % (columns * side), at // (columns * side)), 1)
+        return {"pixel_values": values, "image_position_ids": positions}
+
+    def logits(self, prompt: Prompt, more: list[int]) -> Tensor:
+        ids = torch.tensor([prompt.tokens + more])
+        pictures = self.inputs(prompt) if prompt.media else {}
+        return self.model(input_ids=ids, mm_token_type_ids=(ids == TOKEN).long(), **pictures).logits[0]
+
+
+class Gemma4PerLayerInputs(Gemma4):
+    """All attention is causal. A token of an image has the per-layer input of padding."""
+
+    text: ClassVar[dict[str, Any]] = {
+        **GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+    }  # fmt: skip
+    clipped = True
+
+
 class Phi3Vision(Model):
     """transformers' CLIP and Phi-3, and a connector of ours."""
 
@@ -347,5 +404,5 @@ class Phi3Vision(Model):
 
 MODELS: dict[str, type[Model]] = {
     "llava": Llava, "internvl": InternVL, "internvl published": InternVLChat, "phi3": Phi3Vision,
-    "paligemma": PaliGemma, "gemma3": Gemma3,
+    "paligemma": PaliGemma, "gemma3": Gemma3, "gemma4": Gemma4, "gemma4 per-layer inputs": Gemma4PerLayerInputs,
 }  # fmt: skip

@@ -9,7 +9,7 @@ from quire.text.images.preprocessor import read_image_preprocessor
 from quire.text.images.processor import ImageProcessor
 
 WORDS = {"<image>": 90, "<img>": 91, "</img>": 92, "<IMG_CONTEXT>": 93, "<|image|>": 94, "<bos>": 2, "\n": 10}
-WORDS |= {"<start_of_image>": 95, "<image_soft_token>": 96, "<end_of_image>": 97}
+WORDS |= {"<start_of_image>": 95, "<image_soft_token>": 96, "<end_of_image>": 97, "<|image>": 98, "<image|>": 99}
 PIECES = {token: word for word, token in WORDS.items()}
 TEXT_CONFIGS = {
     "llava-onevision-7b": {"text_config": {"hidden_size": 64}},
@@ -17,6 +17,7 @@ TEXT_CONFIGS = {
     "phi-3-vision": {"hidden_size": 64},
     "paligemma2-10b": {"text_config": {"hidden_size": 3584}},
     "gemma-3-4b": {"text_config": {"hidden_size": 2560}},
+    "gemma-4-31b": {"image_token_id": 94, "text_config": {"hidden_size": 64}},
     "llama-3.2-11b-vision": {"text_config": {"hidden_size": 64}},
 }
 

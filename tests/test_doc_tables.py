@@ -4,13 +4,16 @@ there."""
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import echo_service
 
 from quire.cli import build_parsers
 from quire.cli.vllm_flags import NO_EFFECT_FLAGS, unsupported_reason
-from quire.models import ARCHITECTURES
+from quire.errors import StartupError
+from quire.models import FAMILIES, read_spec
+from quire.models.named_configs import CONFIGS, named_config
 from quire.server.anthropic.input import MessageRequest
 from quire.server.errors import OPENAI_TYPES
 from quire.server.request_models import ChatRequest, CompletionRequest
@@ -45,12 +48,19 @@ def test_the_reference_is_the_codes() -> None:
     assert gemma in section(REFERENCE, "Named shapes")
 
 
-def test_the_families_in_models_are_the_codes() -> None:
-    families = section((ROOT / "docs" / "models.md").read_text(encoding="utf-8"), "Families")
-    named = [
-        name for row in re.findall(r"^\| (`.*?) \|", families, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
-    ]
-    assert sorted(named) == sorted(ARCHITECTURES)
+def test_families_read_the_quantized_checkpoints_that_they_name() -> None:
+    methods = {
+        "FP8": {"quant_method": "fp8"}, "AWQ": {"quant_method": "awq", "bits": 4, "version": "gemm"},
+        "GPTQ": {"quant_method": "gptq", "bits": 4}, "MXFP4": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    families = {name: family for family in FAMILIES for name in family.architectures}
+    for config in map(named_config, CONFIGS):
+        read = []
+        for name, section in methods.items():
+            with suppress(StartupError):
+                read_spec({**config, "quantization_config": section})
+                read.append(name)
+        assert (", ".join(read) or "none") == families[config["architectures"][0]].checkpoints
 
 
 def test_every_field_is_in_the_reference() -> None:

@@ -285,6 +285,14 @@ def test_heads_of_two_sizes_share_large_pages() -> None:
     assert held == {"paged": (262_144, 13), "uniform": (35_744, 4)}
 
 
+def test_pages_of_image_embeddings_are_padded_more() -> None:
+    """Gemma-4 31B: with 172,032 bytes for 16 embeddings a large page would have 21 times as many bytes."""
+    config = settings(max_num_seqs=64).with_device_defaults("cuda")
+    layout = plan_page_layout(config, read_spec(named_config("gemma-4-31b-vision")), 2, 4 * GIB)
+    assert layout.large_bytes == 13_107_200
+    assert [page_spec.page_bytes for page_spec in layout.specs] == [13_107_200, 1_310_720, 13_107_200 // 64]
+
+
 def in_a_gib(name: str, **given: Any) -> list[str]:
     """The lines of a plan that compare the tokens in a GiB."""
     spec, given = read_spec(named_config(name)), {"kv_gib": 40, **given}

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import test_unlike_logits
-from pictured_models import MODELS, TOKEN, Model, Prompt
+import torch
+from pictured_models import MODELS, TOKEN, VOCAB, Model, Prompt
 from test_unlike_logits import assert_said, check_branches, engine_of, serving
 
 from quire import SamplingParams
@@ -101,8 +102,8 @@ def check(
 
 
 def chunk_of(case: str, chunk: int) -> int:
-    """PaliGemma's prompts are computed in one step, and Gemma-3's images."""
-    return max(chunk, {"paligemma": 64, "gemma3": 5}.get(case, 1))
+    """PaliGemma's prompts are computed in one step, and Gemma-3's images, and Gemma-4's of the larger models."""
+    return max(chunk, {"paligemma": 64, "gemma3": 5, "gemma4": 7}.get(case, 1))
 
 
 RANKS: list[tuple[str, dict[str, Any]]] = [
@@ -261,7 +262,8 @@ def test_parts_of_a_picture_are_let_go_with_its_request(saved: Any) -> None:
 def test_beams(saved: Any, case: str, page_size: int, chunk: int, preemption: str | None, vision_cache: str) -> None:
     model, width = saved(case), 3
     settings = {"max_num_batched_tokens": chunk_of(case, chunk), "page_size": page_size, "vision_cache": vision_cache}
-    params = SamplingParams(n=width, beam_width=width, max_tokens=4, ignore_eos=True)
+    params = SamplingParams(n=width, beam_width=width, max_tokens=4, ignore_eos=True, logit_bias={TOKEN: -100.0})
+    bias = torch.zeros(VOCAB).index_fill_(0, torch.tensor(TOKEN), -100.0)
     given = prompts(model, case)[:3]
     with serving(model, preemption, {3, 5}, max_num_seqs=16, **settings) as engine:
         answers = list(run(engine, given, params))
@@ -271,7 +273,7 @@ def test_beams(saved: Any, case: str, page_size: int, chunk: int, preemption: st
             grown = [
                 (total + float(row[token]), [*tokens, token])
                 for total, tokens in live
-                for row in [model.logprobs(prompt, tokens)[-1]]
+                for row in [model.logprobs(prompt, tokens)[-1] + bias]
                 for token in row.topk(2 * width).indices.tolist()
             ]
             live = sorted(grown, key=lambda one: -one[0])[:width]

@@ -32,7 +32,7 @@ from quire.files import MAX_BYTES_BY_FILE
 from quire.ipc import pixel_store
 from quire.memory.page_layout import MemorySize
 from quire.memory.paged import PagedMemory
-from quire.models import read_spec
+from quire.models import FAMILIES, read_spec
 from quire.models.named_configs import CONFIGS, named_config
 from quire.protocol import columns, image_tiling, sampling_params
 from quire.protocol.device_params import MAX_TOKENS
@@ -60,10 +60,11 @@ from quire.server.responses import routes as responses_routes
 from quire.startup.memory_plan import GIB, plan_memory, tokens_per_gib, uniform_tokens_per_gib
 from quire.text import chat_messages, input_processor, tokenizers_guard
 from quire.text.images import headers, loader
+from quire.weights import gguf_config
 
 DOCS = Path(__file__).parents[1] / "docs"
 REFERENCE = DOCS / "reference.md"
-PAGES = (DOCS / "parallel.md", DOCS / "memories.md")
+PAGES = (DOCS / "parallel.md", DOCS / "memories.md", DOCS / "models.md")
 """Pages with tables in them."""
 MARKED = re.compile(r"<!-- table (\w+) -->\n(.*?)<!-- end of table -->\n", re.DOTALL)
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
@@ -73,9 +74,12 @@ LAYOUTS = (
     ("llama3-70b", 139.8, (1, 2, 4)), ("opt-175b", 79, (8,)),
 )  # fmt: skip
 """Model, GiB of a GPU, and how many of them."""
-UNLIKE_LAYERS = ("gemma-4-31b", "gpt-oss-20b", "ministral-8b", "qwen3-next-80b-a3b", "jamba-52b")
+UNLIKE_LAYERS = ("gemma-3-12b", "gemma-4-31b", "gpt-oss-20b", "ministral-8b", "qwen3-next-80b-a3b", "jamba-52b")
 UNLIKE_LENGTHS = (8192, 32768, 131072)
 """Models with layers of several types, and lengths of sequences in tokens."""
+
+KV_BESIDE_VLLM, SHORT, LONG = DOCS / "measurements" / "kv_beside_vllm.json", (12, 1000), (8192, 32768)
+"""What tools/compare_kv.py measured, and the lengths whose memory is shown in MiB and in tokens of a GiB."""
 
 FILLED_PARAMS = ("bad_word_ids", "stop_automaton", "grammar")
 """Parameters that quire fills from others."""
@@ -452,7 +456,46 @@ def tokens_in_a_gib() -> Iterator[str]:
         yield f"| | uniform | {' | '.join(f'{tokens:,.0f}' for tokens in uniform)} |\n"
 
 
-TABLES = {"layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib}
+def kv_beside_vllm() -> Iterator[str]:
+    """What tools/compare_kv.py measured: memory of sequences, and tokens found in the prefix cache."""
+    results = json.loads(KV_BESIDE_VLLM.read_text(encoding="utf-8"))["results"]
+    head = [
+        "model", "engine", *(f"MiB, {n:,} tokens" for n in SHORT), *(f"tokens/GiB, {n:,}" for n in LONG),
+        *(f"found of {at['prefix']:,}" for at in results[0]["prefixes"]), "found of turns", "articles found",
+    ]  # fmt: skip
+    yield f"| {' | '.join(head)} |\n|---|---|{'--:|' * (len(head) - 2)}\n"
+    for before, one in zip([None, *results], results):
+        sizes = {size["tokens"]: size for size in one["sizes"]}
+        articles = [at["articles"] for at in one["questions"]["found"] if at["share"] > 0.9]
+        cells = [
+            "" if before and before["model"] == one["model"] else one["model"], one["name"],
+            *(f"{sizes[n]['bytes_each'] / 2**20:,.1f}" for n in SHORT),
+            *(f"{sizes[n]['tokens_per_gib']:,.0f}" for n in LONG),
+            *(f"{at['hits'][1]:,}" for at in one["prefixes"]), f"{sum(one['conversation']['hits']):,}",
+            str(max(articles, default=0)),
+        ]  # fmt: skip
+        yield f"| {' | '.join(cells)} |\n".replace("|  |", "| |")
+
+
+def model_families() -> Iterator[str]:
+    """The families that quire computes itself, and those that transformers computes."""
+    in_gguf = {one.hf_architecture for one in gguf_config.ARCHITECTURES.values()}
+    in_gguf |= {"MistralForCausalLM", "MixtralForCausalLM"}  # in files whose architecture is llama
+    rows = [
+        (quoted(family.architectures), family.layers, "native",
+         family.checkpoints + ", GGUF" * (not in_gguf.isdisjoint(family.architectures)), family.tested)
+        for family in FAMILIES
+    ]  # fmt: skip
+    others = ("others, [below](#models-of-transformers)", "full, or windows", "transformers", "none", "transformers")
+    yield from table(
+        "architecture in config.json, layers, path, quantized checkpoints, tested against", [*rows, others]
+    )
+
+
+TABLES = {
+    "layouts": layouts, "tokens_in_a_gib": tokens_in_a_gib, "kv_beside_vllm": kv_beside_vllm,
+    "model_families": model_families,
+}  # fmt: skip
 
 
 def written(text: str) -> str:

@@ -29,6 +29,8 @@ def smaller(name: str) -> VisionSettings:
     if name == "llama-3.2-11b-vision":
         del config["vision_config"]["vision_output_dim"]
         config["vision_config"] |= {"attention_heads": 4, "intermediate_layers_indices": [1, 2], "num_global_layers": 2}
+    if name.startswith("gemma-4"):
+        config["vision_config"]["num_key_value_heads"] = 4
     if name == "paligemma2-10b":
         config["vision_config"]["projection_dim"] = config["projection_dim"] = WIDTH
     config |= {"hidden_size": WIDTH, "text_config": {"hidden_size": WIDTH}, "llm_config": {"hidden_size": WIDTH}}

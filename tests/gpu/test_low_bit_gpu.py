@@ -13,6 +13,7 @@ from test_deterministic import serve
 from test_fp8_gpu import CUDA, SHAPES, log_probs
 
 from quire.config import EngineConfig
+from quire.models.named_configs import named_config
 from quire.models.quantization import LowBitScheme, resolve_scheme
 from quire.startup.checkpoint import read_checkpoint
 from quire.startup.dtypes import quantization_savings
@@ -22,18 +23,30 @@ from quire.weights.dummy import fill_dummy_weights
 pytestmark = pytest.mark.gpu
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 8, "group_size": 64, "desc_act": False, "sym": True}
-STORED = pytest.mark.parametrize("stored", [AWQ, GPTQ], ids=["awq", "gptq"])
+GPT_OSS = {
+    **named_config("gpt-oss-20b"), "hidden_size": 480, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "intermediate_size": 288, "vocab_size": 32000, "max_position_embeddings": 2048,
+    "num_local_experts": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str | None]] = {
+    **{f"{name} {stored['quant_method']}": (SHAPES[name], stored, None) for name in SHAPES for stored in (AWQ, GPTQ)},
+    "gpt-oss mxfp4": (GPT_OSS, {"quant_method": "mxfp4"}, None),
+    "llama-125m int4": (SHAPES["llama-125m"], None, "int4"),
+    "jamba int8": (SHAPES["jamba"], None, "int8"),
+}
+ALL = pytest.mark.parametrize("case", CASES)
 
 
-def folder(path: Path, name: str, stored: dict[str, Any]) -> dict[str, Any]:
-    (path / "config.json").write_text(json.dumps({**SHAPES[name], "quantization_config": stored}))
-    return {"model": str(path)}
+def folder(path: Path, case: str) -> dict[str, Any]:
+    """The settings of a case, with its config.json in `path`."""
+    config, stored, quantization = CASES[case]
+    (path / "config.json").write_text(json.dumps({**config, **({"quantization_config": stored} if stored else {})}))
+    return {"model": str(path), **({"quantization": quantization} if quantization else {})}
 
 
-@STORED
-@pytest.mark.parametrize("name", SHAPES)
-def test_log_probabilities(name: str, stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = folder(tmp_path, name, stored)
+@ALL
+def test_log_probabilities(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = folder(tmp_path, case)
     tokens_by_request, _ = log_probs(16, **settings)
     found = [log_probs(tokens, tokens_by_request, **settings)[1] for tokens in (1, 16, 4096)]
     monkeypatch.setattr(low_bit, "stays_low_bit", lambda *args: False)
@@ -45,26 +58,24 @@ def test_log_probabilities(name: str, stored: Any, tmp_path: Path, monkeypatch: 
     assert max(errors) < 3 * near + 1e-3
 
 
-@STORED
-@pytest.mark.parametrize("name", SHAPES)
-def test_with_deterministic_a_batch_does_not_show(name: str, stored: Any, tmp_path: Path) -> None:
-    given = {**folder(tmp_path, name, stored), "model_config": None}
+@ALL
+def test_with_deterministic_a_batch_does_not_show(case: str, tmp_path: Path) -> None:
+    given = {**folder(tmp_path, case), "model_config": None}
     assert serve(**given).tokens == serve(alone=True, **given).tokens
 
 
-@STORED
-def test_graphs_say_what_eager_steps_say(stored: Any, tmp_path: Path) -> None:
-    given = {**folder(tmp_path, "llama-125m", stored), "model_config": None, "max_num_batched_tokens": 300}
+@ALL
+def test_graphs_say_what_eager_steps_say(case: str, tmp_path: Path) -> None:
+    given = {**folder(tmp_path, case), "model_config": None, "max_num_batched_tokens": 300}
     assert serve(**given).tokens == serve(cuda_graphs=False, **given).tokens
 
 
-@STORED
-@pytest.mark.parametrize("name", SHAPES)
-def test_memory_is_as_planned(name: str, stored: Any, tmp_path: Path) -> None:
-    settings = EngineConfig(dummy_weights=True, **folder(tmp_path, name, stored))
+@ALL
+def test_memory_is_as_planned(case: str, tmp_path: Path) -> None:
+    settings = EngineConfig(dummy_weights=True, **folder(tmp_path, case))
     source = read_checkpoint(settings)
     savings = quantization_savings(settings, source, "bfloat16", "cuda")
-    planned, scheme = source.spec.weight_bytes(2) - savings, resolve_scheme(source.config, None)
+    planned, scheme = source.spec.weight_bytes(2) - savings, resolve_scheme(source.config, settings.quantization)
     assert savings
     assert isinstance(scheme, LowBitScheme)
     torch.cuda.empty_cache()

@@ -16,6 +16,7 @@ class DenseContext:
     def __init__(self, spec: ModelSpec) -> None:
         self.spec, self.sinks = spec, dict[int, Tensor]()
         self.hidden_states: HiddenStates | None = None
+        self.image_tokens: Tensor | None = None
         self.keys: list[list[Tensor]] = [[] for _ in spec.layers]
         self.values: list[list[Tensor]] = [[] for _ in spec.layers]
         self.seen_positions = torch.empty(0, dtype=torch.int64)

@@ -366,23 +366,29 @@ def test_the_text_of_a_qwen3_5_that_reads_pictures(kind: str, tmp_path: Path) ->
     assert spec.parameters == sum(parameter.numel() for parameter in theirs.model.language_model.parameters()) + 97 * 32
 
 
-def test_the_text_of_a_gemma4_with_encoders(tmp_path: Path) -> None:
-    """With the sizes of layers as they were published before `per_layer_config`."""
+@pytest.mark.parametrize("images", [True, False])
+def test_the_text_of_a_gemma4_with_encoders(images: bool, tmp_path: Path) -> None:
+    """With the sizes of layers as they were published before `per_layer_config`. The encoder of audio is left out, and
+    that of images if config.json has none."""
     torch.manual_seed(0)
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}  # fmt: skip
+              "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 840}  # fmt: skip
     text = {**GEMMA4, "use_bidirectional_attention": "vision", "final_logit_softcapping": 1.5}
-    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None, image_token_id=96)
     theirs = transformers.Gemma4ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for parameter in (*theirs.parameters(), *layer_scalars(theirs)):
             parameter.add_(torch.randn_like(parameter) * 0.15)
     theirs.save_pretrained(tmp_path)
-    assert any("vision_tower" in name for name in load_file(tmp_path / "model.safetensors"))
-    path = tmp_path / "config.json"
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    assert any("vision_tower" in name for name in tensors)
+    audio = ("model.audio_tower.output_proj.bias", "model.embed_audio.embedding_projection.weight")
+    save_file({**tensors, **{name: torch.ones(3) for name in audio}}, weights)
     stored = json.loads(path.read_text())
     del stored["text_config"]["per_layer_config"]
     stored["text_config"] |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
+    stored["vision_config"] = stored["vision_config"] if images else None
     stored["text_config"] |= {"hidden_size_per_layer_input": None, "num_experts": None, "moe_intermediate_size": None}
     path.write_text(json.dumps(stored))
     tokens = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(1))

@@ -80,7 +80,8 @@ def test_parameters_of_models_that_see(name: str) -> None:
     total = spec.parameters + spec.vision.parameters
     assert total == sum(parameter.numel() for parameter in model.parameters())
     if "text_config" in config:
-        kinds = {"llava-onevision-7b": "llava_onevision", "paligemma2-10b": "paligemma", "gemma-3-4b-vision": "gemma3"}
+        kinds = {"llava-onevision-7b": "llava_onevision", "paligemma2-10b": "paligemma", "gemma-3-4b-vision": "gemma3",
+                 "gemma-4-31b-vision": "gemma4", "gemma-4-e2b-vision": "gemma4"}  # fmt: skip
         kind = kinds.get(name, "mllama")
         sections = {key: value for key, value in config.items() if key.endswith(("_config", "_index", "_dim"))}
         del sections["preprocessor_config"]
@@ -88,7 +89,9 @@ def test_parameters_of_models_that_see(name: str) -> None:
             config = transformers.AutoConfig.for_model(kind, tie_word_embeddings="gemma" in kind, **sections)
             theirs = transformers.AutoModelForImageTextToText.from_config(config)
         unread = 2 * 1152 if kind == "llava_onevision" else 0  # a norm behind the tower
-        assert total == sum(parameter.numel() for parameter in theirs.parameters()) - unread
+        stored = ("layer_scalar", "std_bias", "std_scale", "_min", "_max")
+        buffers = sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith(stored))
+        assert total == sum(parameter.numel() for parameter in theirs.parameters()) + buffers - unread
 
 
 def test_jengas_table_of_models_that_see() -> None:

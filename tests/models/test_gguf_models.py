@@ -16,6 +16,10 @@ from dense_context import DenseContext
 from test_against_transformers import (
     CASES,
     GEMMA,
+    GEMMA4,
+    GEMMA4_EXPERTS,
+    GEMMA4_INPUTS,
+    GEMMA4_SHARED,
     GPT_OSS,
     LLAMA,
     LONGROPE,
@@ -49,6 +53,19 @@ GEMMA2 = {**GEMMA, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.7, "
 GEMMA3 = {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7, "rope_parameters": {
     "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}  # fmt: skip
+
+
+GEMMA4_KEYS: dict[str, Any] = {
+    "attention__sliding_window_pattern": [True, False] * 2, "attention__sliding_window": 5,
+    "attention__key_length": 16, "attention__value_length": 16, "attention__key_length_swa": 8,
+    "attention__value_length_swa": 8, "attention__head_count_kv": [2, 1, 2, 1], "rope__dimension_count": 16,
+    "rope__dimension_count_swa": 8, "rope__freq_base": 500.0, "rope__freq_base_swa": 70.0,
+    "rope_freqs": [1.0] * 2 + [1e30] * 6, "attention__shared_kv_layers": 0, "embedding_length_per_layer_input": 0,
+}  # fmt: skip
+GEMMA4_LAYERS = {
+    "attention__shared_kv_layers": 2, "feed_forward_length": [48, 48, 96, 96], "embedding_length_per_layer_input": 6,
+    "expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 20,
+}  # fmt: skip
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -97,6 +114,12 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
                                             "final_logit_softcapping": 1.5}),
     "gemma3": ("gemma3", "Gemma3_text", GEMMA3, {"attention__sliding_window": 5, "rope__freq_base": 5000.0,
                "rope__scaling__type": "linear", "rope__scaling__factor": 3.0}),
+    "gemma4": ("gemma4", "Gemma4_text", {**GEMMA4, "final_logit_softcapping": 1.5},
+               {**GEMMA4_KEYS, "final_logit_softcapping": 1.5}),
+    "gemma4, values of their own": ("gemma4", "Gemma4_text", {**GEMMA4, "attention_k_eq_v": False},
+                                    {**GEMMA4_KEYS, "attention__head_count_kv": 2}),
+    "gemma4, all": ("gemma4", "Gemma4_text", {**GEMMA4, **GEMMA4_SHARED, **GEMMA4_EXPERTS, **GEMMA4_INPUTS},
+                    {**GEMMA4_KEYS, **GEMMA4_LAYERS}),
 }  # fmt: skip
 
 
@@ -119,7 +142,56 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
     torch.testing.assert_close(run(ours, DenseContext(spec), tokens), expected, atol=1e-4, rtol=0)
-    assert spec.parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    scalars = sum(buffer.numel() for name, buffer in theirs.named_buffers() if name.endswith("layer_scalar"))
+    assert spec.parameters == sum(parameter.numel() for parameter in theirs.parameters()) + scalars
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention__sliding_window_pattern": 2}, "attention.sliding_window_pattern in .* is 2"),
+        ({"attention__sliding_window_pattern": [True, False]}, "It must list true or false for each of 4 layers"),
+        ({"attention__head_count_kv": [2, 1, 1, 1]}, r"attention.head_count_kv in .* is \[2, 1, 1, 1\]"),
+        ({"attention__head_count_kv": [2, 1]}, "attention.head_count_kv in .* lists 2 numbers"),
+        ({"feed_forward_length": [48, 48, 96, 96]}, "feed_forward_length in .* is"),
+        ({"feed_forward_length": [48, 0, 48, 48]}, "feed_forward_length in .* must be an integer"),
+        ({"attention__shared_kv_layers": 4}, "attention.shared_kv_layers in .* must be an integer from 0 to 3"),
+        ({"attention__value_length_swa": 16}, "attention.value_length_swa=16"),
+        ({"rope__dimension_count_swa": 4}, "rope.dimension_count_swa=4"),
+        ({"rope__scaling__type": "linear"}, "rope.scaling.type='linear'"),
+        ({"rope_freqs": [1.0] * 8 + [1e30] * 8}, "rope_freqs.weight in .* has the numbers"),
+        ({"rope_freqs": [1.0, 2.0] + [1e30] * 6}, "Supported: 8 numbers, 1 for each pair that is rotated"),
+    ],
+)
+def test_settings_of_gemma4(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    reference("Gemma4_text", GEMMA4, tmp_path)
+    path = gguf_files.convert(tmp_path, "gemma4", tmp_path / "model.gguf", **{**GEMMA4_KEYS, **change})
+    with pytest.raises(StartupError, match=message):
+        to_hf_config(read_gguf(path))
+
+
+def test_keys_of_layers_that_read_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Published files have them."""
+    reference("Gemma4_text", {**GEMMA4, **GEMMA4_SHARED}, tmp_path)
+    write, spare = gguf_files.write, gguf_files.floats(np.ones((16, 32)))
+    more = {f"blk.3.attn_{name}.weight": spare for name in ("k", "v", "k_norm")}
+    monkeypatch.setattr(gguf_files, "write", lambda path, said, tensors: write(path, said, more | tensors))
+    keys = {**GEMMA4_KEYS, "feed_forward_length": [48, 48, 96, 96]}
+    path = gguf_files.convert(tmp_path, "gemma4", tmp_path / "a.gguf", **{**keys, "attention__shared_kv_layers": 2})
+    assert len(built(path).layers) == 4
+    more["blk.4.attn_k.weight"] = spare
+    path = gguf_files.convert(tmp_path, "gemma4", tmp_path / "b.gguf", **{**keys, "attention__shared_kv_layers": 2})
+    with pytest.raises(StartupError, match=r"holds 'blk\.4\.attn_k\.weight', which the model has no place for"):
+        built(path)
+
+
+def test_values_of_some_layers_of_gemma4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference("Gemma4_text", GEMMA4, tmp_path)
+    write, more = gguf_files.write, {"blk.1.attn_v.weight": gguf_files.floats(np.ones((16, 32)))}
+    monkeypatch.setattr(gguf_files, "write", lambda path, said, tensors: write(path, said, more | tensors))
+    path = gguf_files.convert(tmp_path, "gemma4", tmp_path / "model.gguf", **GEMMA4_KEYS)
+    with pytest.raises(StartupError, match="has attn_v of some layers without a window"):
+        to_hf_config(read_gguf(path))
 
 
 def test_experts_of_a_file_in_mxfp4(tmp_path: Path) -> None:

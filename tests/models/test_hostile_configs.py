@@ -127,7 +127,7 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
         config["rope_parameters"] = {"full_attention": config.pop("rope_scaling"), "sliding_attention": {}}
     if architecture.startswith(("Qwen3Next", "Qwen3_5")):
         config |= {"use_sliding_window": False, "layer_types": None}
-    if architecture in ("Gemma4ForConditionalGeneration", *TEXTS):
+    if architecture in TEXTS:
         config = {"architectures": [architecture], "text_config": config}
     every_value(config)
 
@@ -147,7 +147,11 @@ def test_any_value_of_models_that_see(architecture: str) -> None:
         "do_rescale": True,
         "rescale_factor": 0.1,
     }
-    if "vision_config" in config:
+    if architecture == "Gemma4ForConditionalGeneration":
+        config[PREPROCESSOR_KEY]["do_normalize"] = False
+        config["text_config"] |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 262_144}
+        config["text_config"] |= {"pad_token_id": 0}
+    elif "vision_config" in config:
         config["vision_config"] = {**SIGLIP_SO400M, **config["vision_config"]}
     every_value(config)
 
@@ -161,6 +165,9 @@ def test_any_value_of_models_that_see(architecture: str) -> None:
         ("llava-onevision-7b", {"text_config": {"model_type": "opt"}}, "the model_type in text_config .* is 'opt'"),
         ("paligemma2-10b", {"text_config": {"model_type": "gemma"}}, "the model_type in text_config .* is 'gemma'"),
         ("paligemma2-10b", {"projection_dim": 2048, "vision_config": {}}, "projection_dim is 2048"),
+        ("gemma-4-e2b-vision", {"image_token_id": 262_144}, "is 262144, and the text model has 262144"),
+        ("gemma-4-e2b-vision", {"text_config": {"pad_token_id": -1}}, "pad_token_id in text_config of config.json"),
+        ("gemma-4-e2b-vision", {"text_config": {"pad_token_id": 262_144}}, "pad_token_id in text_config of config"),
         ("internvl2-8b", {"llm_config": {"bias": True}}, "bias=True"),
         ("phi-3-vision-4b", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}, "have 1 "),
         (

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from test_tokenizer import TEXTS
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers, processors
 
 from quire.errors import StartupError
 from quire.text.gguf_tokenizer import PRE_TOKENIZERS, template_of, tokenizer_of
@@ -75,6 +76,24 @@ def test_sentence_piece(folders: dict[str, Path]) -> None:
     for bad in (None, scores[1:], np.full(len(tokens), np.nan)):
         with pytest.raises(StartupError, match="scores"):
             read(said, scores=bad)
+
+
+def test_sentence_piece_with_merges(folders: dict[str, Path]) -> None:
+    """Gemma-4's: the merges are in the file, and no space is added before a text."""
+    said = metadata(folders["sentencepiece"])
+    types = [2 if token == "<unk>" else 6 if token.startswith("<0x") else kind
+             for token, kind in zip(said["tokens"], said["token_type"])]  # fmt: skip
+    said |= {"model": "gemma4", "pre": None, "token_type": np.array(types, np.int32)}
+    state = tokenizers.Tokenizer.from_file(str(folders["sentencepiece"] / "tokenizer.json"))
+    state.normalizer = normalizers.Replace(" ", "▁")
+    state.pre_tokenizer, state.post_processor = pre_tokenizers.Sequence([]), processors.Sequence([])
+    ours = read(said)
+    for text in TEXTS:
+        ids = state.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text) == [ours.bos_id, *ids], text
+        assert ours.decode(ids) == text.replace("<s>", "").replace("</s>", ""), text
+    with pytest.raises(StartupError, match="has no merges for its tokens"):
+        read(said, merges=None)
 
 
 CUT = {
@@ -148,7 +167,7 @@ def test_whole_words_and_composed_characters() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "t5"}, "kind 't5'; gpt2 and llama"),
+        ({"model": "t5"}, "kind 't5'; gpt2, llama and gemma4"),
         ({"model": None}, "no kind of tokenizer"),
         ({"model": np.array([1, 2])}, "no kind of tokenizer"),
         ({"tokens": None}, "has no tokenizer.*--tokenizer"),

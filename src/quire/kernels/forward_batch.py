@@ -201,7 +201,8 @@ class ForwardBatch:
     device. `prompt_lens`, only where layers have budgets: the prompt lengths of the rows [R] on the host, and of the
     tokens [T] on the device. `bidirectional` [R], on the host, is true for prompts with bidirectional attention: each
     token sees all positions up to the row's last one, whatever the layer's window, or with `bidirectional_in_window`
-    those of them that the window begins with for this token (None: no row is bidirectional).
+    those of them that the window begins with for this token (None: no row is bidirectional). With `causal_full_layers`
+    rows are bidirectional only in layers with a window (`for_attention`).
     `state_rows` are the rows of layers with states, if these have others.
     """
 
@@ -218,6 +219,7 @@ class ForwardBatch:
     prompt_lens: tuple[np.ndarray, Tensor] | None = None
     bidirectional: np.ndarray | None = None
     bidirectional_in_window: bool = False
+    causal_full_layers: bool = False
     state_rows: StateRows | None = None
     _per_budget: dict[int, ForwardBatch] = field(default_factory=dict)
     _slot_mappings: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -268,9 +270,18 @@ class ForwardBatch:
             np.arange(count), np.arange(count), self.tables,
             None if self.prompt_lens is None else (self.prompt_lens[0][rows], self.prompt_lens[1].index_select(0, at)),
             None if self.bidirectional is None else self.bidirectional[rows], self.bidirectional_in_window,
+            self.causal_full_layers,
         )  # fmt: skip
 
-    def split_at_images(self, images: Mapping[int, Sequence[tuple[int, int]]]) -> ForwardBatch:
+    def for_attention(self, cache: LayerCache) -> ForwardBatch:
+        """Return the batch as a layer attends to it: without bidirectional rows if the layer is causal."""
+        if self.causal_full_layers and cache.window is None:
+            return replace(self, bidirectional=None)
+        return self
+
+    def split_at_images(
+        self, images: Mapping[int, Sequence[tuple[int, int]]], causal_full_layers: bool = False
+    ) -> ForwardBatch:
         """Return the batch with a bidirectional row for each run of an image's tokens, and other rows for the tokens
         between. `images` has the first position of each image and the one after it, in order, by slot. The tokens of an
         image end in one step."""
@@ -294,7 +305,8 @@ class ForwardBatch:
         slots, starts, lengths, offsets, both_ways = (np.array(column) for column in zip(*rows))
         return replace(
             self, slots=slots, starts=starts, lengths=lengths, offsets=offsets, bidirectional=both_ways,
-            bidirectional_in_window=True, sampled_rows=np.array(last, dtype=np.int64),
+            bidirectional_in_window=True, causal_full_layers=causal_full_layers,
+            sampled_rows=np.array(last, dtype=np.int64),
         )  # fmt: skip
 
     def slot_mapping(self, cache: LayerCache) -> tuple[Tensor, Tensor]:

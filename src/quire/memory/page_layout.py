@@ -27,6 +27,9 @@ MIN_STATE_TOKENS, MAX_STATE_TOKENS = 16, 512
 """The fewest and the most tokens between two stored states, unless --state-tokens is given."""
 STATE_SHARE = 1 / 16
 """The share of the memory that the states of one step's prompt tokens may take for a shorter interval."""
+IMAGE_TYPE = "()"  # the name of the LayerType of image embeddings, which belong to no layer
+IMAGE_PADDING = Fraction(1, 4)
+"""The most padding of pages of image embeddings, which are few, where large pages would be too large otherwise."""
 PAGE_SIZE_HINT = "Use --page-sizes max, or another --page-size"
 
 
@@ -292,6 +295,9 @@ def _plan_large_pages(types: Sequence[LayerType], limit: int) -> tuple[list[int]
     if large pages exceed `limit` bytes, and the largest type's pages: those of states may have 100 MB and more."""
     limit = max(limit, *(kind.max_padded_bytes for kind in types))
     plan = plan_pages(types, limit)
+    if plan.large_bytes > limit:
+        padded = [kind._replace(max_padding=IMAGE_PADDING) if kind.name == IMAGE_TYPE else kind for kind in types]
+        plan = plan_pages(padded, limit)
     if plan.large_bytes > limit:
         exact = plan_pages(types, None).large_bytes
         raise StartupError(

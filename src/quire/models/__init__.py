@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quire.models.architectures import (
     ARCHITECTURES,
+    FAMILIES,
     architecture_of,
     read_model_config,
     read_spec,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     Model: TypeAlias = Decoder | SpeculationHead
 
-__all__ = ["ARCHITECTURES", "read_model_config", "read_spec", "resolve_model_class", "uses_transformers"]
+__all__ = ["ARCHITECTURES", "FAMILIES", "read_model_config", "read_spec", "resolve_model_class", "uses_transformers"]
 
 
 def resolve_model_class(config: dict[str, Any]) -> type[Model]:

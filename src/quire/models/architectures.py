@@ -29,53 +29,153 @@ class Architecture(NamedTuple):
     model: str = "decoder:Decoder"
 
 
+CHECKPOINTS = "FP8, AWQ, GPTQ"
+
+
+class Family(NamedTuple):
+    """Architectures of one kind, as docs/models.md shows them: what their layers are, the formats of quantized
+    checkpoints that are read, and the models that tests compare them with."""
+
+    layers: str
+    architectures: dict[str, Architecture]
+    checkpoints: str = CHECKPOINTS
+    tested: str = "transformers"
+
+
 VISION_LANGUAGE = Architecture(vision_language_families.read_vision_language, "vision_language:VisionLanguageModel")
-ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(families.read_llama),
-    "MistralForCausalLM": Architecture(families.read_mistral),
-    "MinistralForCausalLM": Architecture(families.read_mistral),
-    "Qwen2ForCausalLM": Architecture(families.read_qwen2),
-    "MiMoForCausalLM": Architecture(families.read_mimo),
-    "Qwen3ForCausalLM": Architecture(families.read_qwen3),
-    "InternLM2ForCausalLM": Architecture(families.read_internlm2),
-    "Phi3ForCausalLM": Architecture(families.read_phi3),
-    "SmolLM3ForCausalLM": Architecture(families.read_smollm3),
-    "Olmo2ForCausalLM": Architecture(families.read_olmo2),
-    "Gemma2ForCausalLM": Architecture(families.read_gemma2),
-    "Gemma3ForCausalLM": Architecture(families.read_gemma3),
-    "Gemma3ForConditionalGeneration": Architecture(
-        vision_language_families.read_gemma3_with_images, "vision_language:VisionLanguageModel"
+FAMILIES = (
+    Family(
+        "full attention; also `layer_types` with windows or chunks, and quire's own keys `kv_sharing` and `pyramid_kv`",
+        {"LlamaForCausalLM": Architecture(families.read_llama)},
     ),
-    "Gemma4ForCausalLM": Architecture(gemma4.read_gemma4, "per_layer_inputs:PerLayerInputDecoder"),
-    "Gemma4ForConditionalGeneration": Architecture(  # its text
-        gemma4.read_gemma4_with_encoders, "per_layer_inputs:PerLayerInputDecoder"
+    Family(
+        "a window each, or by `layer_types`",
+        {
+            "MistralForCausalLM": Architecture(families.read_mistral),
+            "MinistralForCausalLM": Architecture(families.read_mistral),
+        },
     ),
-    "MixtralForCausalLM": Architecture(expert_families.read_mixtral),
-    "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
-    "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),
-    "GptOssForCausalLM": Architecture(expert_families.read_gpt_oss),
-    "Qwen3NextForCausalLM": Architecture(delta_rule_families.read_qwen3_next),
-    "Qwen3_5ForCausalLM": Architecture(delta_rule_families.read_qwen3_5),
-    "Qwen3_5ForConditionalGeneration": Architecture(delta_rule_families.read_qwen3_5_with_vision),  # its text
-    "Qwen3_5MoeForCausalLM": Architecture(delta_rule_families.read_qwen3_5_moe),
-    "Qwen3_5MoeForConditionalGeneration": Architecture(delta_rule_families.read_qwen3_5_moe_with_vision),  # its text
-    "OPTForCausalLM": Architecture(families.read_opt, "opt:OPT"),
-    "GPT2LMHeadModel": Architecture(families.read_gpt2),
-    "JambaForCausalLM": Architecture(state_families.read_jamba),
-    "MambaForCausalLM": Architecture(state_families.read_mamba),
-    "FalconMambaForCausalLM": Architecture(state_families.read_falcon_mamba),
-    "Mamba2ForCausalLM": Architecture(state_families.read_mamba2),
-    "GraniteMoeHybridForCausalLM": Architecture(state_families.read_granite_hybrid),
-    "BambaForCausalLM": Architecture(state_families.read_bamba),
-    "NemotronHForCausalLM": Architecture(state_families.read_nemotron_h),
-    "Lfm2ForCausalLM": Architecture(state_families.read_lfm2),
-    "MllamaForConditionalGeneration": Architecture(vision_language_families.read_mllama, "mllama:Mllama"),
-    "LlavaOnevisionForConditionalGeneration": VISION_LANGUAGE,
-    "InternVLForConditionalGeneration": VISION_LANGUAGE,
-    "InternVLChatModel": VISION_LANGUAGE,
-    "Phi3VForCausalLM": VISION_LANGUAGE,
-    "PaliGemmaForConditionalGeneration": VISION_LANGUAGE,
-}
+    Family(
+        "full, or windows by `layer_types` or `max_window_layers`",
+        {
+            "Qwen2ForCausalLM": Architecture(families.read_qwen2),
+            "MiMoForCausalLM": Architecture(families.read_mimo),
+            "Qwen3ForCausalLM": Architecture(families.read_qwen3),
+        },
+        tested="transformers; MiMo: its Qwen2",
+    ),
+    Family("full", {"InternLM2ForCausalLM": Architecture(families.read_internlm2)}, tested="transformers' Llama"),
+    Family(
+        "full, or a window each; rotary embeddings of whole heads or, as in Phi-4-mini, of a part",
+        {"Phi3ForCausalLM": Architecture(families.read_phi3)},
+    ),
+    Family(
+        "full, with layers without positions (`no_rope_layers`)",
+        {"SmolLM3ForCausalLM": Architecture(families.read_smollm3)},
+    ),
+    Family(
+        "full; norms after blocks and over whole queries and keys; one rank",
+        {"Olmo2ForCausalLM": Architecture(families.read_olmo2)},
+    ),
+    Family(
+        "windows and full in turns, or by `layer_types`; soft caps",
+        {"Gemma2ForCausalLM": Architecture(families.read_gemma2)},
+    ),
+    Family(
+        "five windows to each full layer, or by `layer_types`",
+        {"Gemma3ForCausalLM": Architecture(families.read_gemma3)},
+    ),
+    Family(
+        "five windows to each full layer, or by `layer_types`; full layers have larger heads; keys and values shared "
+        "among the last layers; inputs of each layer (no `--pp`); experts beside a dense block; "
+        "text and images",
+        {
+            "Gemma4ForCausalLM": Architecture(gemma4.read_gemma4, "per_layer_inputs:PerLayerInputDecoder"),
+            "Gemma4ForConditionalGeneration": Architecture(
+                vision_language_families.read_gemma4_with_images, "vision_language:PerLayerInputVisionLanguageModel"
+            ),
+        },
+    ),
+    Family("full, or a window each; experts", {"MixtralForCausalLM": Architecture(expert_families.read_mixtral)}),
+    Family(
+        "as Qwen2 and Qwen3, with experts in all layers or those of `decoder_sparse_step` and `mlp_only_layers`; "
+        "Qwen2-MoE has a shared expert too",
+        {
+            "Qwen2MoeForCausalLM": Architecture(expert_families.read_qwen2_moe),
+            "Qwen3MoeForCausalLM": Architecture(expert_families.read_qwen3_moe),
+        },
+    ),
+    Family(
+        "windows and full in turns, or by `layer_types`, with attention sinks; experts with biases",
+        {"GptOssForCausalLM": Architecture(expert_families.read_gpt_oss)},
+        checkpoints=f"{CHECKPOINTS}, MXFP4",
+    ),
+    Family(
+        "states of the gated delta rule, gated attention in every fourth layer or by `layer_types`; experts and a "
+        "shared one in all layers, or those of `decoder_sparse_step` and `mlp_only_layers`",
+        {"Qwen3NextForCausalLM": Architecture(delta_rule_families.read_qwen3_next)},
+    ),
+    Family(
+        "as Qwen3-Next, without experts or with experts in all layers; text alone",
+        {
+            "Qwen3_5ForCausalLM": Architecture(delta_rule_families.read_qwen3_5),
+            "Qwen3_5ForConditionalGeneration": Architecture(delta_rule_families.read_qwen3_5_with_vision),
+            "Qwen3_5MoeForCausalLM": Architecture(delta_rule_families.read_qwen3_5_moe),
+            "Qwen3_5MoeForConditionalGeneration": Architecture(delta_rule_families.read_qwen3_5_moe_with_vision),
+        },
+    ),
+    Family("full", {"OPTForCausalLM": Architecture(families.read_opt, "opt:OPT")}),
+    Family("full", {"GPT2LMHeadModel": Architecture(families.read_gpt2)}, checkpoints="none"),
+    Family(
+        "Mamba states, attention in some layers, experts in some",
+        {"JambaForCausalLM": Architecture(state_families.read_jamba)},
+    ),
+    Family(
+        "Mamba states",
+        {
+            "MambaForCausalLM": Architecture(state_families.read_mamba),
+            "FalconMambaForCausalLM": Architecture(state_families.read_falcon_mamba),
+        },
+    ),
+    Family("Mamba-2 states", {"Mamba2ForCausalLM": Architecture(state_families.read_mamba2)}),
+    Family(
+        "Mamba-2 states, attention in some layers, with or without positions; a feed-forward block in each, also "
+        "beside experts",
+        {"GraniteMoeHybridForCausalLM": Architecture(state_families.read_granite_hybrid)},
+    ),
+    Family(
+        "Mamba-2 states, attention in some layers",
+        {"BambaForCausalLM": Architecture(state_families.read_bamba)},
+    ),
+    Family(
+        "blocks of Mamba-2, attention without positions, and plain MLPs; no experts",
+        {"NemotronHForCausalLM": Architecture(state_families.read_nemotron_h)},
+    ),
+    Family(
+        "gated short convolutions, attention in some layers",
+        {"Lfm2ForCausalLM": Architecture(state_families.read_lfm2)},
+    ),
+    Family(
+        "full, and cross-attention to images (Llama 3.2 Vision)",
+        {"MllamaForConditionalGeneration": Architecture(vision_language_families.read_mllama, "mllama:Mllama")},
+    ),
+    Family(
+        "a vision encoder, and a text model of the families above",
+        {
+            "LlavaOnevisionForConditionalGeneration": VISION_LANGUAGE,
+            "InternVLForConditionalGeneration": VISION_LANGUAGE,
+            "InternVLChatModel": VISION_LANGUAGE,
+            "Phi3VForCausalLM": VISION_LANGUAGE,
+            "PaliGemmaForConditionalGeneration": VISION_LANGUAGE,
+            "Gemma3ForConditionalGeneration": Architecture(
+                vision_language_families.read_gemma3_with_images, "vision_language:VisionLanguageModel"
+            ),
+        },
+        tested="transformers; Phi-3-Vision: its CLIP and Phi-3",
+    ),
+)
+"""What quire computes itself; docs/models.md shows it as a table."""
+ARCHITECTURES = {name: one for family in FAMILIES for name, one in family.architectures.items()}
 HEADS = {
     head_config.EAGLE3: Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),
     "LlamaForCausalLMEagle3": Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),

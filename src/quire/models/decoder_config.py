@@ -58,7 +58,8 @@ class DecoderConfig:
     `max_len` includes the rope scaling. `positions` are the rows of a learned table of positions, whose first row is at
     `position_offset`. `extra_tokens` have embeddings, but are never generated. `experts` are those of layers that have
     them. Layers may have inputs of `per_layer_dim` numbers of a token, from a table of `per_layer_vocab` rows
-    (quire.models.per_layer_inputs). `intermediate_key` is the name of `intermediate` in config.json, for errors.
+    (quire.models.per_layer_inputs); tokens that stand for images have the row of `per_layer_image_token`.
+    `intermediate_key` is the name of `intermediate` in config.json, for errors.
 
     `weight_names` are without the prefix, one of `weight_prefixes`; tensors that match `ignored_weights` are not
     loaded. `stacked_experts`: the tensors of all experts are one (see quire.weights.stacked_experts). `grouped_qkv`: a
@@ -107,6 +108,7 @@ class DecoderConfig:
     extra_tokens: int = 0
     per_layer_dim: int = 0
     per_layer_vocab: int = 0
+    per_layer_image_token: int = 0
     eos_ids: tuple[int, ...]
     vision: VisionSettings | None = None
     weight_names: WeightNames = field(repr=False)

@@ -52,6 +52,11 @@ class ForwardContext(Protocol):
         Called only if `image_mask` is not None."""
         ...
 
+    @property
+    def image_tokens(self) -> Tensor | None:
+        """The indices [N] of the tokens that stand for rows of images. None: there are none."""
+        ...
+
     def merge_image_embeddings(self, x: Tensor) -> Tensor:
         """Return the tokens' embeddings x [T, hidden] with the rows of images in place of their placeholder tokens.
         x may be overwritten."""

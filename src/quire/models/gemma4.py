@@ -28,12 +28,13 @@ ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 """The default rotary embedding of layers that attend to all tokens."""
 FULL_ATTENTION_KEYS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """The sizes of layers that attend to all tokens: their keys in newer configs' `per_layer_config`, and in the others."""
-ENCODERS = r"(vision_tower|audio_tower|embed_vision|embed_audio)\..*"
+IMAGE_ENCODER = r"(vision_tower|embed_vision)\..*"
+AUDIO_ENCODER = r"(audio_tower|embed_audio)\..*"
 
 
 def read_gemma4_with_encoders(fields: ConfigReader) -> DecoderConfig:
-    """The text model of a Gemma-4 with encoders of images and audio. tie_word_embeddings is read from the outer
-    config."""
+    """The text model of a Gemma-4 with encoders of images and audio, which is not read. tie_word_embeddings is read
+    from the outer config."""
     read_checkpoint_scheme(fields.config)
     tied = fields.config.get("tie_word_embeddings")
     outer = {} if tied is None else {"tie_word_embeddings": tied}
@@ -72,7 +73,7 @@ def read_gemma4(fields: ConfigReader) -> DecoderConfig:
         embed_scale=fields.get_int("hidden_size") ** 0.5,
         weight_names=_weight_names(layers, 0 if experts is None else experts.count, per_layer_dim),
         weight_prefixes=("model.language_model.", "language_model.model.", "language_model.", "model."),
-        ignored_weights=(ENCODERS, *_shared_weights(layers)),
+        ignored_weights=(IMAGE_ENCODER, AUDIO_ENCODER, *_shared_weights(layers)),
     )
 
 

@@ -106,15 +106,15 @@ def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scala
     }
 
 
-# The text model of gemma-3-4b. Its config.json leaves out transformers' defaults and could not be read; the window, the
+# The text models of Gemma-3. Their config.json leave out transformers' defaults and could not be read; the window, the
 # pattern and the ropes are those of published conversions.
-_GEMMA3_4B = {
-    **_gemma2(2560, 34, 8, 10240, 256, 256),
+_GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None,
     "final_logit_softcapping": None, "sliding_window": 1024, "sliding_window_pattern": 6, "vocab_size": 262208,
     "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
     "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "eos_token_id": [1, 106],
 }
+_GEMMA3_4B = {**_gemma2(2560, 34, 8, 10240, 256, 256), **_GEMMA3}
 
 
 def _gemma4(
@@ -140,12 +140,13 @@ def _gemma4(
 _GEMMA4_EXPERTS = {
     "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
 }
-_GEMMA4_E2B = {
-    "attention_k_eq_v": False, "num_global_key_value_heads": None, "sliding_window": 512,
-    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7, "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
-    "max_position_embeddings": 131072,
-}
+_GEMMA4_E2B = _gemma4(
+    1536, 35, 8, 1, 1, 6144, attention_k_eq_v=False, num_global_key_value_heads=None, sliding_window=512,
+    layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7, hidden_size_per_layer_input=256,
+    vocab_size_per_layer_input=262144, num_kv_shared_layers=20, use_double_wide_mlp=True,
+    max_position_embeddings=131072,
+)
+_GEMMA4_31B = _gemma4(5376, 60, 32, 16, 4, 21504, use_bidirectional_attention="vision")
 _QWEN3_MOE = {
     **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128,
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -289,6 +290,8 @@ VISION_LANGUAGE_CONFIGS: dict[str, dict[str, Any]] = {
     "llama3.2-vision-90b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
     "paligemma2-10b": _vision_language("paligemma2-10b", text_config=_GEMMA2),
     "gemma-3-4b-vision": {**_vision_language("gemma-3-4b", text_config=_GEMMA3_4B), "tie_word_embeddings": True},
+    "gemma-4-31b-vision": {**_vision_language("gemma-4-31b", text_config=_GEMMA4_31B), "tie_word_embeddings": True},
+    "gemma-4-e2b-vision": {**_vision_language("gemma-4-e2b", text_config=_GEMMA4_E2B), "tie_word_embeddings": True},
 }
 
 
@@ -326,9 +329,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-2-9b": _gemma2(3584, 42, 16, 14336, 256, 256),
     "gemma-2-27b": _gemma2(4608, 46, 32, 36864, 128, 144),
     "gemma-3-4b": _GEMMA3_4B,
-    "gemma-4-31b": _gemma4(5376, 60, 32, 16, 4, 21504),
+    "gemma-3-12b": {**_gemma2(3840, 48, 16, 15360, 256, 256), **_GEMMA3},
+    "gemma-4-31b": _GEMMA4_31B,
     "gemma-4-26b-a4b": _gemma4(2816, 30, 16, 8, 2, 2112, **_GEMMA4_EXPERTS),
-    "gemma-4-e2b": _gemma4(1536, 35, 8, 1, 1, 6144, **_GEMMA4_E2B),
+    "gemma-4-e2b": _GEMMA4_E2B,
     "qwen2-7b": _llama(3584, 28, 28, 4, 18944, 152064, 131072, **_QWEN2),
     "jamba-52b": _JAMBA,
     "mamba-2.8b": _mamba(2560, 64),

@@ -89,6 +89,8 @@ class PerLayerInputDecoder(Decoder):
         """Run the model up to the last layer's mixer: return x [T, hidden], the last layer's input [T, per_layer_dim]
         and the mixer's output."""
         x, states = self.embed_inputs(tokens, ctx), ctx.hidden_states
+        if ctx.image_tokens is not None:
+            tokens = tokens.index_fill(0, ctx.image_tokens, self.config.per_layer_image_token)
         *inputs, last_input = self.layer_inputs(tokens, x)
         *layers, last = self.layers
         delta: Tensor | None = None

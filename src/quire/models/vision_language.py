@@ -1,6 +1,4 @@
-"""Models that put image rows in place of token embeddings: LLaVA-OneVision, InternVL, Phi-3-Vision and PaliGemma. A
-vision encoder, and a decoder that is independent of it.
-"""
+"""Models that put image rows in place of token embeddings: a vision encoder, and a decoder independent of it."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from quire.models.decoder import Decoder
 from quire.models.forward_context import ForwardContext
+from quire.models.per_layer_inputs import PerLayerInputDecoder
 from quire.models.vision import build_encoder
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
@@ -18,14 +17,15 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_mod
 
 
 class VisionLanguageModel(Decoder):
-    """See Decoder. The caller runs `vision_encoder`, before."""
+    """See Decoder. The caller runs `vision_encoder`, before. A config without an encoder of images makes the text model
+    alone."""
 
     def __init__(
         self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED
     ) -> None:
         super().__init__(config, dtype, device, shard)
-        assert self.config.vision is not None, "a model with images declares its vision encoder"
-        self.vision_encoder = build_encoder(self.config.vision, dtype, device) if self.uses_images(shard) else None
+        vision = self.config.vision if self.uses_images(shard) else None
+        self.vision_encoder = None if vision is None else build_encoder(vision, dtype, device)
         vision_prefixes = () if self.vision_encoder is None else self.vision_encoder.weight_prefixes
         self.weight_prefixes = (*TEXT_PREFIXES, *vision_prefixes, *self.config.weight_prefixes)
 
@@ -42,3 +42,7 @@ class VisionLanguageModel(Decoder):
         """See Decoder."""
         vision = () if self.vision_encoder is None else self.vision_encoder.ignored_weights
         return (*super().ignored_weights, *vision)
+
+
+class PerLayerInputVisionLanguageModel(VisionLanguageModel, PerLayerInputDecoder):
+    """A VisionLanguageModel each of whose layers may have an input of its own for a token (Gemma-4)."""

@@ -21,6 +21,7 @@ from quire.models.families import (
     read_qwen2,
     read_qwen3,
 )
+from quire.models.gemma4 import IMAGE_ENCODER, read_gemma4_with_encoders
 from quire.models.quantization import read_checkpoint_scheme
 from quire.models.vision.settings import PREPROCESSOR_KEY, VisionSettings
 from quire.models.weight_names import WeightNames
@@ -91,6 +92,22 @@ def read_gemma3_with_images(fields: ConfigReader) -> DecoderConfig:
     text, vision = read_gemma3_text(fields), _read_vision(fields)
     _check_image_token(vision, text.vocab_size, "the text model has {} tokens")
     return replace(text, vision=vision, ignored_weights=())
+
+
+def read_gemma4_with_images(fields: ConfigReader) -> DecoderConfig:
+    """Gemma-4 (Google, 2026) with its vision encoder, unless vision_config is absent. Its encoder of audio is not
+    read."""
+    text = read_gemma4_with_encoders(fields)
+    if fields.config.get("vision_config") is None:
+        return text
+    vision = _read_vision(fields)
+    _check_image_token(vision, text.vocab_size, "the text model has {} tokens")
+    padding = 0
+    if text.per_layer_dim:
+        section = ConfigReader(fields.get_object("text_config"), f"text_config of {fields.source}")
+        padding = section.get_int("pad_token_id", 0, maximum=text.per_layer_vocab - 1, minimum=0)
+    ignored = tuple(pattern for pattern in text.ignored_weights if pattern != IMAGE_ENCODER)
+    return replace(text, vision=vision, per_layer_image_token=padding, ignored_weights=ignored)
 
 
 def read_mllama(fields: ConfigReader) -> DecoderConfig:

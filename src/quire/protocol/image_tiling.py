@@ -98,6 +98,33 @@ class PooledTile(SingleTile):
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledTiling(ImageTiling):
+    """The image is scaled to fill at most `max_tiles` tiles, with its aspect ratio but for rounding to whole tiles
+    (Gemma-4). One embedding for each tile, which is a square of `patches_per_side` x `patches_per_side` patches. Tiles
+    attend to one another, so all of them are one part."""
+
+    max_tiles: int
+
+    @property
+    def max_embeds(self) -> int:
+        return self.max_tiles
+
+    def choose_grid(self, height: int, width: int, is_only_image: bool = True) -> TileGrid:
+        """See ImageTiling. Sides are rounded down; an image that would be less than a tile high is one tile high and a
+        whole number of times as wide, and likewise if it would be less than a tile wide."""
+        factor = math.sqrt(self.max_tiles * self.tile_size**2 / (height * width))
+        rows, columns = (math.floor(factor * side / self.tile_size) for side in (height, width))
+        if not rows:
+            rows, columns = 1, min(width // height, self.max_tiles)
+        elif not columns:
+            rows, columns = min(height // width, self.max_tiles), 1
+        return TileGrid(rows, max(columns, 1), height, width)
+
+    def num_embeds(self, grid: TileGrid) -> int:
+        return self.num_tiles(grid)
+
+
+@dataclass(frozen=True, slots=True)
 class ClosestAspectTiling(ImageTiling):
     """The grid of `min_tiles` to `max_tiles` tiles whose shape is closest to the image's, which is stretched to fill
     it; if it has several tiles, the whole image is added as a last tile (InternVL 1.5, §3.2). One embedding for `merge`
@@ -303,6 +330,7 @@ def grid_shapes(max_tiles: int) -> Iterator[tuple[int, int]]:
 TILING_NAMES: dict[type[ImageTiling], str] = {
     SingleTile: "single",
     PooledTile: "pooled",
+    ScaledTiling: "scaled",
     ClosestAspectTiling: "closest",
     FittedCanvasTiling: "fitted",
     HDTiling: "hd",

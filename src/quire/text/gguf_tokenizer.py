@@ -29,7 +29,7 @@ REMEDY = "Give another one: --tokenizer FOLDER"
 END_OF_TURN_TOKENS = frozenset({
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>",
     "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
-    "<|return|>", "<|call|>",
+    "<|return|>", "<|call|>", "<turn|>", "<|tool_response>",
 })  # fmt: skip
 """Tokens that end a turn even if the metadata do not say so, as in llama.cpp. In gpt-oss's harmony format `<|end|>`
 ends a message, and `<|return|>` or `<|call|>` the turn."""
@@ -94,11 +94,11 @@ def tokenizer_of(metadata: Mapping[str, Any], where: str) -> Tokenizer:
             raise StartupError(f"{where} has no kind of tokenizer", REMEDY)
         if kind == "gpt2":
             backend, begins = _byte_level(metadata, vocab, where)
-        elif kind == "llama":
-            backend, begins = _sentence_piece(metadata, vocab, types, where), True
+        elif kind in ("llama", "gemma4"):
+            backend, begins = _sentence_piece(metadata, vocab, types, where, kind == "gemma4"), True
         else:
             raise StartupError(
-                f"{where} has a tokenizer of the kind {short_repr(kind)}; gpt2 and llama are read", REMEDY
+                f"{where} has a tokenizer of the kind {short_repr(kind)}; gpt2, llama and gemma4 are read", REMEDY
             )
         named = {name: _special_token_id(metadata, name, tokens) for name in ("bos", "eos", "unknown", "padding")}
         _add_tokens(backend, tokens, types)
@@ -136,18 +136,10 @@ def _special_token_id(metadata: Mapping[str, Any], name: str, tokens: list[str])
 
 def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a byte-level BPE tokenizer, and whether BOS is added unless the metadata decide."""
-    pre, given = metadata.get(KEY_PREFIX + "pre", "default"), metadata.get(KEY_PREFIX + "merges")
+    pre = metadata.get(KEY_PREFIX + "pre", "default")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         raise StartupError(f"{where} cuts text as {short_repr(pre)}; known are {', '.join(PRE_TOKENIZERS)}", REMEDY)
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) > MAX_MERGES * len(vocab):
-        raise StartupError(f"{where} has no merges for its tokens, or too many", REMEDY)
-    merges = []
-    for merge in given:
-        left, space, right = str(merge).partition(" ")
-        if not space:
-            raise StartupError(f"{where} has the merge {short_repr(merge)}, which is not two tokens", REMEDY)
-        merges.append((left, right))
-    words = PRE_TOKENIZERS[pre]
+    words, merges = PRE_TOKENIZERS[pre], _stored_merges(metadata, vocab, where)
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=words.ignore_merges))
     cuts: list[Any] = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in words.patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -157,9 +149,40 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) 
     return backend, words.add_bos
 
 
+def _stored_merges(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> list[tuple[str, str]]:
+    given = metadata.get(KEY_PREFIX + "merges")
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) > MAX_MERGES * len(vocab):
+        raise StartupError(f"{where} has no merges for its tokens, or too many", REMEDY)
+    merges = []
+    for merge in given:
+        left, space, right = str(merge).partition(" ")
+        if not space:
+            raise StartupError(f"{where} has the merge {short_repr(merge)}, which is not two tokens", REMEDY)
+        merges.append((left, right))
+    return merges
+
+
 def _sentence_piece(
-    metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], where: str
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], where: str, has_merges: bool
 ) -> tokenizers.Tokenizer:
+    """Return a tokenizer of SentencePiece's pieces. `has_merges`: the file has their merges (Gemma-4); else they follow
+    from the scores."""
+    merges = _stored_merges(metadata, vocab, where) if has_merges else _scored_merges(metadata, vocab, types, where)
+    unknown = next((token for token, id in vocab.items() if types[id] == UNKNOWN), None)
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in vocab)
+    )
+    prefix = metadata.get(KEY_PREFIX + "add_space_prefix", not has_merges) is not False
+    replace: Any = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return backend
+
+
+def _scored_merges(
+    metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], where: str
+) -> list[tuple[str, str]]:
     scores = _token_numbers(metadata, "scores", list(vocab), where)
     if not scores or not all(math.isfinite(score) for score in scores):
         raise StartupError(f"{KEY_PREFIX}scores in {where} are missing or not finite", REMEDY)
@@ -167,17 +190,7 @@ def _sentence_piece(
     if sum(map(len, vocab)) > MAX_CHARACTERS or sum(length * length for length in lengths) > MAX_SPLITS:
         longest = max(map(len, vocab))
         raise StartupError(f"the tokens of {where} have too many characters, up to {longest:,} of one", REMEDY)
-    unknown = next((token for token, id in vocab.items() if types[id] == UNKNOWN), None)
-    merges = list(_merges(vocab, types, scores))
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback="<0x00>" in vocab)
-    )
-    prefix = metadata.get(KEY_PREFIX + "add_space_prefix", True) is not False
-    replace: Any = normalizers.Replace(" ", SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
-    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return backend
+    return list(_merges(vocab, types, scores))
 
 
 def _merges(vocab: dict[str, int], types: list[int], scores: list[float]) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from quire.layers.norm import LayerNorm, RMSNorm
 from quire.layers.sharding import ParameterShards
 from quire.layers.state_mixer import StateMixer
 from quire.models.quantization import FP8Scheme, LowBitScheme
+from quire.models.vision.gemma4 import ClippedLinear
 from quire.weights import low_bit
 from quire.weights.awq_gptq import quantize_groups
 from quire.weights.fp8 import E4M3, E4M3_MAX, find_fp8_tensors, get_scale
@@ -36,10 +37,10 @@ def fill_dummy_weights(
     scheme: FP8Scheme | LowBitScheme | None = None,
     full_model: Model | None = None,
 ) -> None:
-    """Fill a model with normal weights of standard deviation 0.02; norms are the identity, and states decay as in an
-    untrained model. Weights depend on seed, dtype and device alone: a shard has slices of the undivided model's.
-    Weights that `scheme` has in FP8 are in FP8, all with one scale, or have the same values in the model's dtype.
-    `full_model`: see `load_weights`."""
+    """Fill a model with normal weights of standard deviation 0.02; norms are the identity, bounds of products are
+    infinite, and states decay as in an untrained model. Weights depend on seed, dtype and device alone: a shard has
+    slices of the undivided model's. Weights that `scheme` has in FP8 are in FP8, all with one scale, or have the same
+    values in the model's dtype. `full_model`: see `load_weights`."""
     first = next(parameter for parameter in model.parameters() if not parameter.is_meta)
     generator = torch.Generator(first.device).manual_seed(seed)
     noise = torch.empty(NOISE_LENGTH, dtype=torch.float32, device=first.device).normal_(0, STD, generator=generator)
@@ -62,6 +63,8 @@ def fill_dummy_weights(
                 parameter.fill_(1.0 if name in ("weight", "sum_scale") and not has_offset else 0.0)
             elif isinstance(module, SparseMLP) and name == "expert_scale":
                 parameter.fill_(1.0)
+            elif isinstance(module, ClippedLinear):
+                parameter.copy_(parameter.new_tensor((-math.inf, math.inf) * 2))
             elif isinstance(module, StateMixer) and name in module.initial_values:
                 [channels] = module.param_shards[name].rows
                 initial = module.initial_values[name](parameter.new_empty(channels.total, *parameter.shape[1:]))
@@ -86,7 +89,7 @@ def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> 
     """Return the number of noise values that a parameter takes, on all ranks together."""
     if isinstance(module, RMSNorm | LayerNorm) or (isinstance(module, StateMixer) and name in module.initial_values):
         return 0
-    if isinstance(module, SparseMLP) and name == "expert_scale":
+    if (isinstance(module, SparseMLP) and name == "expert_scale") or isinstance(module, ClippedLinear):
         return 0
     shards = parameter_shards(module, name)
     if shards is None:

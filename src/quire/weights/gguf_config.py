@@ -44,6 +44,20 @@ GEMMA_TENSORS = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GEMMA4_TENSORS = GEMMA_TENSORS | {
+    "layer_scalar": "layer_output_scale",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    **{f"experts.*.{name}_proj": "ffn_gate_up_exps" for name in ("gate", "up")},
+    "experts.*.down_proj": "ffn_down_exps",
+}
 GPT_OSS_TENSORS = {
     "post_attention_layernorm": "post_attention_norm",
     "self_attn.sinks": "attn_sinks",
@@ -61,11 +75,15 @@ LFM2_TENSORS = {
 }
 GLOBAL_TENSORS = {
     "embed_tokens": "token_embd", "norm": "output_norm", "embedding_norm": "token_embd_norm", "lm_head": "output",
+    "embed_tokens_per_layer": "per_layer_token_embd", "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm",
 }  # fmt: skip
 ROPE_FREQS, ROPE_FACTORS_SHORT = "rope_freqs.weight", "rope_factors_short.weight"
 ROPE_FACTORS_LONG = "rope_factors_long.weight"
 """Tensors with divisors of the rotation frequencies of a head's pairs."""
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
+EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+KEYS_AND_VALUES = re.compile(r"blk\.(\d+)\.attn_(k|v|k_norm)\.weight")
+UNROTATED = 1e20  # a divisor of a frequency from which on a pair is not rotated
 FLOAT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 IGNORED_TENSORS = (ROPE_FREQS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG)
 LARGEST_LAYER_COUNTS = {"gemma2": 46, "gemma3": 62}
@@ -100,23 +118,28 @@ ARCHITECTURES = {
     "lfm2": Architecture("Lfm2ForCausalLM", "lfm2", LFM2_TENSORS),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", LAYER_TENSORS | GEMMA_TENSORS, norm_plus_one=True),
+    "gemma4": Architecture("Gemma4ForCausalLM", "gemma4_text", LAYER_TENSORS | GEMMA4_TENSORS, expert_keys={}),
 }
 
 
 class HFTensors(NamedTuple):
-    """The tensors of `file` by transformers' names, without a prefix."""
+    """The tensors of `file` by transformers' names, without a prefix. Keys and values of `sharing_layers`, which read
+    those of others, are not among them."""
 
     file: GGUFFile
     architecture: Architecture
     head_dim: int
     experts: int = 0
+    sharing_layers: range = range(0)
 
     def gguf_name(self, name: str) -> str | None:
         """Return the file's name of the tensor `name`; None if GGUF has no such tensor."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+?)(\.weight|\.bias|)", name):
-            layer, module, kind = match[1], match[2], match[3] or ".weight"
-            gguf_module = self.architecture.layer_tensors.get(EXPERT.sub(".experts.*.", module))
-            return None if gguf_module is None else f"blk.{layer}.{gguf_module}{kind}"
+            layer, module, kind = match[1], match[2], match[3]
+            gguf_module = self.architecture.layer_tensors.get(EXPERT.sub("experts.*.", module))
+            if gguf_module is None:
+                return None
+            return f"blk.{layer}.{gguf_module}{kind or ('' if gguf_module.endswith('.scale') else '.weight')}"
         module, _, kind = name.rpartition(".")
         return f"{GLOBAL_TENSORS[module]}.{kind}" if module in GLOBAL_TENSORS else None
 
@@ -134,11 +157,14 @@ class HFTensors(NamedTuple):
         if stored is None:
             return None
         if (match := EXPERT.search(name)) is not None:
-            if stored.rows % max(self.experts, 1):
+            is_pair = "ffn_gate_up_exps" in str(gguf_name)  # of each expert the gate's rows, then up's
+            parts = max(self.experts, 1) * (2 if is_pair else 1)
+            if stored.rows % parts:
                 cause = f"{gguf_name} in {self.file.path} has {stored.rows} rows for {self.experts} experts"
                 raise StartupError(cause, DOWNLOAD_AGAIN)
-            rows, expert = stored.rows // max(self.experts, 1), int(match[1])
-            stored = stored.slice_rows(expert * rows, (expert + 1) * rows)
+            rows, part = stored.rows // parts, int(match[1])
+            part = 2 * part + (".up_proj." in name) if is_pair else part
+            stored = stored.slice_rows(part * rows, (part + 1) * rows)
         if not stored.is_finite():
             raise StartupError(f"{gguf_name} in {self.file.path} has a number that isn't finite", DOWNLOAD_AGAIN)
         if self.architecture.interleaved_rope and re.search(r"\.self_attn\.[qk]_proj\.", name):
@@ -150,8 +176,12 @@ class HFTensors(NamedTuple):
 
     def unknown_tensors(self, names: set[str]) -> list[str]:
         """Return the file's tensors that are not among `names`."""
-        known = {self.gguf_name(name) for name in names}
-        return [name for name in self.file.tensors if name not in known and name not in IGNORED_TENSORS]
+        known = {*IGNORED_TENSORS, *(self.gguf_name(name) for name in names)}
+        unknown = [name for name in self.file.tensors if name not in known]
+        matches = [KEYS_AND_VALUES.fullmatch(name) for name in unknown]
+        return [
+            name for name, match in zip(unknown, matches) if match is None or int(match[1]) not in self.sharing_layers
+        ]
 
 
 def open_hf_tensors(file: GGUFFile) -> HFTensors:
@@ -159,13 +189,18 @@ def open_hf_tensors(file: GGUFFile) -> HFTensors:
     family, fields = _read_architecture(file)
     heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
     head_dim = fields.get_int("attention.key_length", hidden // heads)
-    return HFTensors(file, family, head_dim, fields.get_int("expert_count", 0, minimum=0))
+    layers, sharing = fields.get_int("block_count"), fields.get_int("attention.shared_kv_layers", 0, minimum=0)
+    return HFTensors(
+        file, family, head_dim, fields.get_int("expert_count", 0, minimum=0), range(layers - sharing, layers)
+    )
 
 
 def to_hf_config(file: GGUFFile) -> dict[str, Any]:
     """Return the equivalent config.json. Raise StartupError for an unsupported architecture or value."""
     family, fields = _read_architecture(file)
     arch = str(file.metadata["general.architecture"])
+    if arch == "gemma4":
+        return _gemma4_config(file, family, fields)
     layer_types = _take_layer_types(fields) if arch == "lfm2" else []
     config = _common_config(file, family, fields)
     window = fields.get_int("attention.sliding_window", 0, minimum=0)
@@ -311,6 +346,102 @@ def _gemma_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> di
     elif keys["sliding_window"] is None:
         keys |= {"layer_types": ["full_attention"] * layers, "sliding_window": 1}
     return keys
+
+
+def _gemma4_config(file: GGUFFile, architecture: Architecture, fields: ConfigReader) -> dict[str, Any]:
+    """Return the config.json of a Gemma-4. The file has the key heads and the feed-forward block's size of all layers
+    or of each, and leaves the values' products out where keys make the values."""
+    count, windowed = fields.get_int("block_count", maximum=MAX_LAYERS), _windowed_layers(fields)
+    shared = fields.get_int("attention.shared_kv_layers", 0, minimum=0, maximum=count - 1)
+    full, own = [layer for layer in range(count) if not windowed[layer]], range(count - shared)
+    kv_heads, sizes = (_per_layer(fields, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    wide = sizes[-1] == 2 * sizes[0]
+    _check_layers(fields, "attention.head_count_kv", kv_heads, {kv_heads[i] for i in range(count) if windowed[i]})
+    _check_layers(
+        fields, "feed_forward_length", sizes, {size if i in own else size / (1 + wide) for i, size in enumerate(sizes)}
+    )
+    without_values = {f"blk.{layer}.attn_v.weight" not in file.tensors for layer in full if layer in own}
+    if len(without_values) > 1:
+        raise StartupError(f"{file.path} has attn_v of some layers without a window", "All must have it, or none")
+    fields.config["attention.head_count_kv"] = next((kv_heads[i] for i in range(count) if windowed[i]), kv_heads[0])
+    fields.config["feed_forward_length"] = sizes[0]
+    config = _common_config(file, architecture, fields)
+    head_dim = fields.get_int("attention.key_length_swa", config["head_dim"])
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        fields.require_value(key, head_dim)
+    fields.require_value("rope.scaling.type", "none")
+    table = file.tensors.get("per_layer_token_embd.weight")
+    return config | {
+        "head_dim": head_dim,
+        "per_layer_config": {
+            str(i): {"head_dim": config["head_dim"], "num_key_value_heads": kv_heads[i]} for i in full
+        },
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "sliding_window": fields.get_int("attention.sliding_window"),
+        "attention_k_eq_v": True in without_values,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": fields.get_float("final_logit_softcapping", None),
+        "hidden_size_per_layer_input": fields.get_int("embedding_length_per_layer_input", 0, minimum=0),
+        "vocab_size_per_layer_input": None if table is None else table.rows,
+        "enable_moe_block": fields.get_int("expert_count", 0, minimum=0) > 0,
+        "num_experts": fields.config.get("expert_count"),
+        "top_k_experts": fields.config.get("expert_used_count"),
+        "moe_intermediate_size": fields.config.get("expert_feed_forward_length"),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": _rotated_share(file, config["head_dim"]),
+                "rope_theta": fields.get_float("rope.freq_base", 10000.0),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": fields.get_float("rope.freq_base_swa", 10000.0),
+            },
+        },
+    }
+
+
+def _windowed_layers(fields: ConfigReader) -> list[bool]:
+    """Return for each layer whether it has a window."""
+    given = fields.config.get("attention.sliding_window_pattern")
+    count = fields.get_int("block_count", maximum=MAX_LAYERS)
+    if not isinstance(given, list) or len(given) != count or not all(one in (0, 1) for one in given):
+        raise StartupError(
+            f"attention.sliding_window_pattern in {fields.source} is {short_repr(given)}",
+            f"It must list true or false for each of {count} layers",
+        )
+    return list(map(bool, given))
+
+
+def _per_layer(fields: ConfigReader, key: str) -> list[int]:
+    """Return the number of each layer: of a list, or the same for all."""
+    given, count = fields.config.get(key), fields.get_int("block_count", maximum=MAX_LAYERS)
+    values = given if isinstance(given, list) else [given] * count
+    if len(values) != count:
+        raise StartupError(f"{key} in {fields.source} lists {len(values)} numbers", f"There are {count} layers")
+    return [ConfigReader({key: value}, fields.source).get_int(key) for value in values]
+
+
+def _check_layers(fields: ConfigReader, key: str, values: list[int], kinds: set[Any]) -> None:
+    """Raise StartupError if layers that must have the same number have several."""
+    if len(kinds) > 1:
+        raise StartupError(
+            f"{key} in {fields.source} is {short_repr(values)}", "Layers of a kind must have the same number"
+        )
+
+
+def _rotated_share(file: GGUFFile, head_dim: int) -> float:
+    """Return the share of a head's pairs that are rotated: the divisors of the others' frequencies are huge."""
+    divisors = _tensor_floats(file, ROPE_FREQS)
+    rotated = divisors.count(1.0)
+    if not rotated or len(divisors) != head_dim // 2 or not all(x > UNROTATED for x in divisors[rotated:]):
+        raise StartupError(
+            f"{ROPE_FREQS} in {file.path} has the numbers {short_repr(divisors)}",
+            f"Supported: {head_dim // 2} numbers, 1 for each pair that is rotated, then {UNROTATED:g} or more",
+        )
+    return rotated / len(divisors)
 
 
 def _rope_config(file: GGUFFile, fields: ConfigReader) -> dict[str, Any]:

@@ -300,10 +300,10 @@ def build_targets(
 
 
 def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:
-    """Read a tensor, or one rank's slice of it."""
+    """Read a tensor, or one rank's slice of it; a number without dimensions as [1]."""
     if target is None or target.tensor_slice is None:
         whole: Tensor = file.get_tensor(key)
-        return whole
+        return whole if whole.dim() else whole.view(1)
     _check_shape(tuple(file.get_slice(key).get_shape()), target.tensor_slice.shape, target.transpose, key, path)
     return target.tensor_slice.read(file, key, target.transpose)
 

@@ -1,7 +1,7 @@
 """Low-bit weights: the choice of layers and formats, group-wise quantization, and the conversion of GGUF's blocks.
 
-On a CPU with quire's kernels the weights stay in few bits; elsewhere they are stored in the model's dtype, with equal
-values.
+On a GPU, and on a CPU with quire's kernels, the weights stay in few bits; elsewhere they are stored in the model's
+dtype, with equal values.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ UNQUANTIZED_MODULES = re.compile(
 """Modules that are not rounded to few bits; a file may have them so (see quire.weights.fp8)."""
 HEAD_MODULE = re.compile(r"(^|\.)head$")
 """The head is rounded to 8 bits even with int4, because no later layer corrects its errors."""
-MIN_GPU_GROUP = 64
-"""Narrower groups take longer to multiply on a GPU than 16-bit weights."""
 PIECE_NUMBERS = 1 << 18  # numbers quantized at once: they stay in a core's cache
+GPU_PIECE_NUMBERS = 1 << 26
 MakeWeight = Callable[[], LowBitWeight]
 WeightFormats = dict[str, tuple[LowBitFormat, ...]]
 """Parameter -> the formats of its parts, each a tensor of a checkpoint."""
@@ -141,20 +140,22 @@ def create_model(
     for name, layer in low_bit_layers(model).items():
         weight = layer.weight
         assert weight is not None, "the model is not prepared yet"
-        if name in formats and stays_low_bit(scheme, name, weight.shape[1], dtype, device):
+        if name in formats and stays_low_bit(formats[name], name, weight.shape[1], dtype, device):
             layer.low_bit_parts, layer.low_bit_device = [None] * len(formats[name]), device
             low_bit_weights.add(weight)
     allocate_parameters(model, device, low_bit_weights)
     return model
 
 
-def stays_low_bit(scheme: LowBitScheme, name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return True if the weight `name` with this number of columns stays in few bits. On a GPU those of AWQ and GPTQ
-    do whose groups have MIN_GPU_GROUP numbers; a tied head doesn't, since it is the embedding too."""
+def stays_low_bit(
+    formats: tuple[LowBitFormat, ...], name: str, columns: int, dtype: torch.dtype, device: torch.device
+) -> bool:  # fmt: skip
+    """Return True if the weight `name` with this number of columns stays in few bits. On a GPU a tied head doesn't,
+    since it is the embedding too."""
     if device.type != "cuda":
         return supports(columns, dtype, device)
-    has_groups = scheme.stored in ("awq", "gptq") and scheme.group_size >= MIN_GPU_GROUP
-    return has_groups and dtype in (torch.bfloat16, torch.float16) and "embed_tokens" not in name.split(".")
+    has_kernels = all(form.gpu_scales is not None for form in formats)
+    return has_kernels and dtype in (torch.bfloat16, torch.float16) and "embed_tokens" not in name.split(".")
 
 
 def set_rows(rows: Tensor, layer: Linear | None, part_index: int, make_weight: MakeWeight) -> None:
@@ -171,7 +172,7 @@ def quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
     """Quantize weight [N, K] by groups of 32. In 8 bits a group's largest value is 127 scales. In 4 bits its minimum
     and maximum are 0 and 15 scales above the minimum; scale and minimum have 8 bits each if groups share a superblock.
     Scales are rounded before the numbers are computed, so that the numbers compensate."""
-    step = max(1, PIECE_NUMBERS // weight.shape[1])
+    step = max(1, (GPU_PIECE_NUMBERS if weight.is_cuda else PIECE_NUMBERS) // weight.shape[1])
     result = _allocate(weight, low_bit_format)
 
     def fill(start: int) -> None:
@@ -206,8 +207,12 @@ def _allocate(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
         *((torch.int8, torch.int8) if low_bit_format.superblock else ()),
     )
     sizes = (units, units, groups, groups)
-    scales = (None if kind is None else torch.empty(rows, size, dtype=kind) for kind, size in zip(kinds, sizes))
-    return LowBitWeight(low_bit_format, torch.empty(rows, columns, dtype=torch.uint8), *scales)  # type: ignore[arg-type]  # two to four tensors
+    scales = (
+        None if kind is None else torch.empty(rows, size, dtype=kind, device=weight.device)
+        for kind, size in zip(kinds, sizes)
+    )
+    numbers = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
+    return LowBitWeight(low_bit_format, numbers, *scales)  # type: ignore[arg-type]  # two to four tensors
 
 
 def _quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
@@ -220,7 +225,7 @@ def _quantize(weight: Tensor, low_bit_format: LowBitFormat) -> LowBitWeight:
         return LowBitWeight(low_bit_format, numbers.to(torch.uint8).flatten(1), d)
     if low_bit_format == MXFP4_FORMAT:  # the exponent with which the largest number is from 4 on
         d = torch.exp2(groups.abs().amax(2).log2().floor() - 3).half()
-        codes = torch.bucketize((groups * _inverse(d)).abs() / 2, E2M1_BOUNDS) + 8 * (groups < 0)
+        codes = torch.bucketize((groups * _inverse(d)).abs() / 2, E2M1_BOUNDS.to(groups.device)) + 8 * (groups < 0)
         return LowBitWeight(low_bit_format, codes.to(torch.uint8).flatten(1), d)
     assert low_bit_format == INT4_FORMAT._replace(superblock=low_bit_format.superblock), (
         f"no quantization to {low_bit_format}"
@@ -287,13 +292,8 @@ def saved_bytes(
         weight = layers[name].weight
         assert weight is not None, "the model is not prepared yet"
         columns = weight.shape[1]
-        if stays_low_bit(scheme, name, columns, dtype, torch.device(device)):
+        if stays_low_bit(formats, name, columns, dtype, torch.device(device)):
             for form, rows in zip(formats, sources[name].rows):
-                row_bytes = form.row_bytes(columns) if device == "cpu" else gpu_row_bytes(scheme, columns)
+                row_bytes = form.row_bytes(columns) if device == "cpu" else form.gpu_row_bytes(columns)
                 saved += rows * (columns * dtype.itemsize - row_bytes)
     return saved
-
-
-def gpu_row_bytes(scheme: LowBitScheme, columns: int) -> int:
-    """Return the bytes of a weight's row on a GPU (see quire.kernels.triton.low_bit)."""
-    return columns * scheme.bits // 8 + columns // scheme.group_size * 8

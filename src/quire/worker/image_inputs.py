@@ -44,6 +44,17 @@ class EmbedSpan(NamedTuple):
     first_token: int
 
 
+class EmbeddingMerger(NamedTuple):
+    """Writes image embeddings over those of a step's tokens: of the tokens at the indices `tokens` [N], on the device.
+    `read` returns the embeddings [N, embed_dim]."""
+
+    tokens: Tensor
+    read: Callable[[], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.index_copy_(0, self.tokens, self.read())
+
+
 class ImageInputs:
     """Images, encoded by `vision_encoder`, and their embeddings in the pages of `store`. Pixels are not copied; they
     are uploaded when their first part is encoded."""
@@ -163,8 +174,8 @@ class ImageInputs:
         """Return a step's cross-attention, None if no token attends to an image. See quire.worker.cross_attention."""
         return None
 
-    def embedding_merger(self, flat_inputs: FlatInputs) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that writes image embeddings over those of a step's tokens, or None if there are none."""
+    def embedding_merger(self, flat_inputs: FlatInputs) -> EmbeddingMerger | None:
+        """Return what writes image embeddings over those of a step's tokens, or None if there are none."""
         spans = list(self._spans(flat_inputs)) if self.embed_location else []
         if not spans:
             return None
@@ -174,10 +185,10 @@ class ImageInputs:
         if self.embed_location == "off":
             (index,) = self.store.staging.upload_all([tokens])
             embeds = torch.cat([self.step_embeds[span.image][span.first_embed : span.stop_embed] for span in spans])
-            return lambda x: x.index_copy_(0, index, embeds)
+            return EmbeddingMerger(index, lambda: embeds)
         positions = [self._embed_positions(span.image, span.first_embed, span.stop_embed) for span in spans]
         index, pages, offsets = self.store.staging.upload_all([tokens, *map(np.concatenate, zip(*positions))])
-        return lambda x: x.index_copy_(0, index, self.embed_pages[pages, offsets])
+        return EmbeddingMerger(index, lambda: self.embed_pages[pages, offsets])
 
     def _spans(self, flat_inputs: FlatInputs) -> Iterator[EmbedSpan]:
         for slot, start, length, offset in flat_inputs.rows():

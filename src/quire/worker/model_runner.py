@@ -580,7 +580,8 @@ class ModelRunner:
             bidirectional = flat_inputs.starts < self.bidirectional_lens[flat_inputs.slots]
         batch = build_flat_batch(flat_inputs, self.store, self.sampled_tokens, bidirectional)
         if self.image_spans is not None:
-            batch = batch.split_at_images(self.image_spans)
+            vision = self.spec.vision
+            batch = batch.split_at_images(self.image_spans, vision is not None and vision.causal_full_layers)
         if self.image_inputs is not None:
             merger = self.image_inputs.embedding_merger(flat_inputs)
             cross_attention = self.image_inputs.cross_attention_context(flat_inputs, self.backend)

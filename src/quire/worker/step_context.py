@@ -17,12 +17,12 @@ from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.layers.rotary import RotaryEmbedding, prepare_qkv
 from quire.models.hidden_states import HiddenStates
 from quire.worker.cross_attention import CrossAttentionContext
+from quire.worker.image_inputs import EmbeddingMerger
 from quire.worker.store import Store
 
 AttentionPlanner = Callable[[LayerCache, ForwardBatch | None], Any]
 """Plans a backend's attention of a step for layers like this one, for queries of all tokens or of the batch given."""
 AfterAttention = Callable[[Tensor, LayerCache], None]
-ImageMerger = Callable[[Tensor], Tensor]
 StatePlanner = Callable[[StateCache], StatePlan]
 
 
@@ -48,7 +48,7 @@ class StepContext:
     def __init__(
         self, positions: Tensor, caches: Mapping[int, LayerCache], backend: Any, make_plan: AttentionPlanner,
         query_batch: ForwardBatch | None = None, after_attention: AfterAttention | None = None,
-        states: StepStates | None = None, merge_images: ImageMerger | None = None,
+        states: StepStates | None = None, merge_images: EmbeddingMerger | None = None,
         cross_attention: CrossAttentionContext | None = None,
         hidden_states: HiddenStates | None = None,
     ) -> None:  # fmt: skip
@@ -66,7 +66,7 @@ class StepContext:
     @classmethod
     def from_batch(
         cls, batch: ForwardBatch, caches: Mapping[int, LayerCache], backend: Any, sampled_only: bool = False,
-        states: Mapping[int, StateCache] | None = None, merge_images: ImageMerger | None = None,
+        states: Mapping[int, StateCache] | None = None, merge_images: EmbeddingMerger | None = None,
         cross_attention: CrossAttentionContext | None = None, hidden_states: HiddenStates | None = None,
     ) -> StepContext:  # fmt: skip
         """Return the step of a batch. With `sampled_only`, hidden states are returned only of the tokens of
@@ -74,7 +74,8 @@ class StepContext:
         prompts that end in this step."""
 
         def plan(cache: LayerCache, query_batch: ForwardBatch | None) -> Any:
-            return backend.plan(batch, cache, query_batch)
+            queries = None if query_batch is None else query_batch.for_attention(cache)
+            return backend.plan(batch.for_attention(cache), cache, queries)
 
         def compress(q: Tensor, cache: LayerCache) -> None:
             compress_prompts(q, cache, batch.tables[cache.group], ends)
@@ -119,6 +120,10 @@ class StepContext:
     def cross_attend(self, layer: int, q: Tensor) -> Tensor:
         assert self.cross_attention is not None, "a step without images was asked for cross-attention"
         return self.cross_attention.attend(layer, q)
+
+    @property
+    def image_tokens(self) -> Tensor | None:
+        return None if self.merge_images is None else self.merge_images.tokens
 
     def merge_image_embeddings(self, x: Tensor) -> Tensor:
         return x if self.merge_images is None else self.merge_images(x)

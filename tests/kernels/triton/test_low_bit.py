@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from grids import CUDA, DEVICE, PDL, TYPES
+from grids import CUDA, DEVICE, DTYPES, PDL, TYPES
 from same_bits import check_same
 from torch import Tensor
 
@@ -19,42 +19,28 @@ from quire.layers.experts_config import ExpertsConfig
 from quire.layers.linear import Linear
 from quire.layers.moe import SparseMLP
 from quire.models.quantization import LowBitScheme
-from quire.weights.low_bit import INT4_FORMAT, INT8_FORMAT, Q6_K_FORMAT, gpu_row_bytes, quantize
+from quire.weights.awq_gptq import quantize_groups
+from quire.weights.low_bit import INT4_FORMAT, INT8_FORMAT, MXFP4_FORMAT, Q6_K_FORMAT, quantize
 
-Q4_K = LowBitFormat(4, 256, 0, True)
-Q4_0 = LowBitFormat(4, 0, 8, False)
-FORMATS = {"int8": INT8_FORMAT, "int4": INT4_FORMAT, "q4_k": Q4_K}
+FORMATS = {
+    "int8": INT8_FORMAT, "int4": INT4_FORMAT, "q4_k": LowBitFormat(4, 256, 0, True), "mxfp4": MXFP4_FORMAT
+}  # fmt: skip
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def stored(rows: int, columns: int, group: int) -> LowBitWeight:
-    """As AWQ stores it: groups of columns share a scale and a zero."""
-    numbers = torch.randint(0, 16, (rows, columns), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    d = random(rows, columns // group, seed=2).abs().half()
-    e = (d * torch.randint(0, 16, d.shape, generator=torch.Generator().manual_seed(3))).half()
-    ones = torch.ones(rows, columns // 32, dtype=torch.int8)
-    return LowBitWeight(LowBitFormat(4, group, 0, True), numbers, d, e, ones, ones)
-
-
-def six_bits(rows: int, columns: int) -> LowBitWeight:
-    generator = torch.Generator().manual_seed(4)
-    numbers = torch.randint(0, 64, (rows, columns), generator=generator, dtype=torch.uint8)
-    a = torch.randint(-9, 9, (rows, columns // 16), generator=generator, dtype=torch.int8)
-    return LowBitWeight(Q6_K_FORMAT, numbers, 0.01 * random(rows, columns // 256).half(), None, a)
-
-
 def weights(rows: int, columns: int, name: str) -> LowBitWeight:
     if name in FORMATS:
         return quantize(random(rows, columns), FORMATS[name])
-    return six_bits(rows, columns) if name == "q6_k" else stored(rows, columns, int(name.removeprefix("awq")))
+    method, _, group = name.partition("-")
+    bits = 4 if method == "awq" else 8
+    return quantize_groups(random(rows, columns), LowBitScheme(bits, method, group_size=int(group)))
 
 
-NAMES = pytest.mark.parametrize(("name", "group"), [
-    ("int8", 32), ("int4", 32), ("q4_k", 32), ("q6_k", 16), ("awq64", 64), ("awq128", 128)
-])  # fmt: skip
+GROUPS = {"int8": 32, "int4": 32, "q4_k": 256, "mxfp4": 32, "awq-32": 32, "awq-64": 64, "awq-128": 128, "gptq-128": 128}
+NAMES = pytest.mark.parametrize("name", GROUPS)
 
 
 def close(got: Tensor, want: Tensor, depth: int, inputs: float) -> None:
@@ -63,24 +49,45 @@ def close(got: Tensor, want: Tensor, depth: int, inputs: float) -> None:
     torch.testing.assert_close(got.double(), want, rtol=eps, atol=4 * eps * inputs * depth**0.5)
 
 
-@NAMES
-def test_packing_keeps_values(name: str, group: int) -> None:
-    weight = weights(24, 256, name)
-    packed = low_bit.pack([weight], DEVICE)
-    assert packed.group == group
-    stored = packed.codes.nbytes + packed.scales.nbytes
-    assert stored == 24 * gpu_row_bytes(LowBitScheme(packed.bits, group_size=group), 256)
-    torch.testing.assert_close(low_bit.expand(packed, torch.float32).cpu(), weight.dequantize(), rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [(name, columns) for name in GROUPS for columns in (256, 384, 160) if columns % GROUPS[name] == 0],
+)
+def test_packing_keeps_values(name: str, columns: int) -> None:
+    """Also of columns that fill a part of the last step."""
+    weight = weights(24, columns, name)
+    packed = low_bit.pack([weight, weight], DEVICE)
+    assert packed.codes.nbytes + packed.scales.nbytes == 48 * weight.form.gpu_row_bytes(columns)
+    want = weight.dequantize()
+    for dtype in DTYPES:
+        got = low_bit.expand(packed, dtype).cpu()
+        near = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(got.float(), torch.cat([want, want]), rtol=near, atol=near * 0.1)
+
+
+def test_mxfp4_is_exact() -> None:
+    """Each code, with the least and the largest scales."""
+    numbers = torch.arange(16, dtype=torch.uint8).repeat(4, 2)
+    scales = torch.tensor([2.0**-24, 1.0, 2.0**15, 0.0]).half()[:, None]
+    weight = LowBitWeight(MXFP4_FORMAT, numbers, scales)
+    for dtype in (torch.float32, torch.bfloat16) if CUDA else (torch.float32,):
+        got = low_bit.expand(low_bit.pack([weight], DEVICE), dtype)
+        assert torch.equal(got.float().cpu(), weight.dequantize())
+
+
+def test_formats_without_kernels() -> None:
+    """16 numbers share a scale: they don't fill a product."""
+    assert Q6_K_FORMAT.gpu_scales is None
 
 
 @TYPES
 @NAMES
-def test_linear(name: str, group: int, dtype: torch.dtype) -> None:
+def test_linear(name: str, dtype: torch.dtype) -> None:
     """Of one row, some, and so many that the weight is expanded; with a bias, an activation, and strided rows."""
     weight = weights(72, 256, name)
     packed, full = low_bit.pack([weight], DEVICE), weight.dequantize().to(DEVICE).double()
     bias = random(72, seed=5).to(DEVICE, dtype)
-    for rows, pdl in product((1, 5, 40, 140), PDL):
+    for rows, pdl in product((1, 5, 20, 40, 140), PDL):
         x = random(rows, 264, seed=6).to(DEVICE, dtype)[:, :256]
         want = x.double() @ full.T + bias.double()
         size = float(full.abs().max() * x.abs().max())
@@ -100,7 +107,7 @@ def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
 
 
 @TYPES
-@pytest.mark.parametrize("name", ["int4", "int8", "awq128"])
+@pytest.mark.parametrize("name", ["int4", "int8", "mxfp4", "awq-128"])
 @pytest.mark.parametrize(("experts", "top"), [(4, 2), (9, 3)])
 def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
     hidden, inner = 256, 128
@@ -145,7 +152,7 @@ def test_ranks_with_whole_experts(dtype: torch.dtype) -> None:
 def test_layers_multiply_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear layer of parts in two formats, and experts, as layers with what the weights stand for."""
     monkeypatch.setattr(launch, "supports_pdl", lambda device: False)
-    parts = [weights(24, 128, "awq128"), weights(16, 128, "int8"), weights(16, 128, "int8")]
+    parts = [weights(24, 128, "awq-128"), weights(16, 128, "int8"), weights(16, 128, "int8")]
     layer = Linear(128, (24, 16, 16), True, torch.float32, DEVICE)
     assert layer.bias is not None
     layer.bias.copy_(random(56))
@@ -159,7 +166,7 @@ def test_layers_multiply_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         one.copy_(random(*one.shape, seed=seed))
         other.copy_(one)
     for name, rows in (("gate_up", 128), ("down", 128)):
-        made = [weights(rows * (2 if name == "gate_up" else 1), 128, "awq128") for _ in range(4)]
+        made = [weights(rows * (2 if name == "gate_up" else 1), 128, "awq-128") for _ in range(4)]
         getattr(plain, name).weight.copy_(torch.cat([one.dequantize() for one in made]))
         part = getattr(kept, name)
         part.low_bit_device, part.low_bit_parts = DEVICE, [partial(lambda one: one, one) for one in made]

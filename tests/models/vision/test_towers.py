@@ -14,6 +14,7 @@ import transformers
 from pictured_models import InternVLChat, Phi3Vision
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.models.gemma4.image_processing_pil_gemma4 import convert_image_to_patches
 
 from quire.models.vision import VisionSettings, blocks, build_encoder, encode_image
 from quire.weights.loader import load_weights
@@ -61,6 +62,22 @@ def gemma3() -> nn.Module:
     vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER}
     text = {"model_type": "gemma3_text", **TEXT}
     return of_family("gemma3", vision_config=vision, text_config=text, mm_tokens_per_image=4, image_token_index=59)
+
+
+def gemma4(**options: Any) -> nn.Module:
+    """Bounds cut some of the inputs and outputs off."""
+    vision = {
+        "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 3,
+        "position_embedding_size": 840, **options,
+    }  # fmt: skip
+    model = of_family("gemma4", vision_config=vision, text_config=TEXT, image_token_id=59)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("_min", "_max")):
+            buffer.fill_((0.6 if "input" in name else 1.2) * (-1 if name.endswith("_min") else 1.5))
+        if name.endswith(("std_bias", "std_scale")):
+            buffer.copy_(torch.linspace(0.5, 2, len(buffer)))
+    return model
 
 
 def internvl(vision: dict[str, Any] | None = None, **options: Any) -> nn.Module:
@@ -244,7 +261,38 @@ def test_phi3(order: str, tmp_path: Path) -> None:
         check(encoder, encode_image(encoder, shown.tiles, shown.grid, at_once=2), found, shown.grid)
 
 
-@pytest.mark.parametrize("family", [llava, paligemma, gemma3, internvl, mllama])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_clipped_linears": True, "standardize": True}, {"pooling_kernel_size": 2, "head_dim": 12}],
+    ids=["plain", "clipped and standardised", "rows of 2 x 2 patches"],
+)  # fmt: skip
+def test_gemma4(options: dict[str, Any], tmp_path: Path) -> None:
+    theirs = gemma4(**options)
+    encoder = ours(saved(theirs, tmp_path), tmp_path, max_soft_tokens=13)
+    side = encoder.tiling.patches_per_side
+    shapes = set()
+    for height, width in SIZES:
+        grid, tile = encoder.tiling.choose_grid(height, width), encoder.tiling.tile_size
+        count = grid.rows * grid.columns
+        tiles = pixels(count, tile)
+        image = tiles.view(grid.rows, grid.columns, tile, tile, 3).transpose(1, 2)
+        image = image.reshape(grid.rows * tile, grid.columns * tile, 3).permute(2, 0, 1)
+        lines, columns = torch.meshgrid(
+            torch.arange(grid.rows * side), torch.arange(grid.columns * side), indexing="ij"
+        )
+        padding = (13 - count) * side**2
+        patches = nn.functional.pad(
+            torch.from_numpy(convert_image_to_patches(image.numpy() / 255, 4)), (0, 0, 0, padding)
+        )
+        positions = torch.stack((columns.flatten(), lines.flatten()), -1)
+        positions = nn.functional.pad(positions, (0, 0, 0, padding), value=-1)
+        with torch.no_grad():
+            [found] = theirs.model.get_image_features(patches[None], positions[None]).pooler_output
+            check(encoder, encode_image(encoder, tiles, grid, at_once=2), found, grid)
+        shapes.add(grid[:2])
+    assert len(shapes) > 5
+
+
+@pytest.mark.parametrize("family", [llava, paligemma, gemma3, gemma4, internvl, mllama])
 def test_names_before_the_newer_ones(family: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Checkpoints published before transformers 5 lack "model." before the tower; its own layout in memory has it."""
     model = family()

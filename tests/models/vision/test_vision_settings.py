@@ -19,7 +19,7 @@ from quire.weights.checkpoint_files import read_preprocessor_config
 
 WIDTHS = {
     "llava-onevision-7b": 3584, "internvl2-8b": 4096, "phi-3-vision": 3072, "paligemma2-10b": 3584,
-    "gemma-3-4b": 2560,
+    "gemma-3-4b": 2560, "gemma-4-31b": 5376, "gemma-4-e2b": 1536,
     "llama-3.2-11b-vision": 4096,
 }  # fmt: skip
 
@@ -41,6 +41,8 @@ def whole(name: str) -> dict[str, Any]:
         ("phi-3-vision", 313, 2653, 17),
         ("paligemma2-10b", 417, 256, 1),
         ("gemma-3-4b", 420, 256, 1),
+        ("gemma-4-31b", 576, 280, 1),
+        ("gemma-4-e2b", 169, 280, 1),
         ("llama-3.2-11b-vision", 895, 6404, 1),
     ],
 )
@@ -50,7 +52,8 @@ def test_published_ones(name: str, millions: int, most_rows: int, parts: int) ->
     assert round(settings.parameters / 1e6) == millions
     assert (settings.max_rows, settings.tiling.max_parts) == (most_rows, parts)
     encoder = build_encoder(settings, torch.bfloat16, torch.device("meta"))
-    assert encoder.encodes_whole_image == settings.uses_cross_attention == (name == "llama-3.2-11b-vision")
+    assert settings.uses_cross_attention == (name == "llama-3.2-11b-vision")
+    assert encoder.encodes_whole_image == settings.encodes_whole_image == (name.startswith(("llama", "gemma-4")))
     assert settings.bidirectional == (name == "paligemma2-10b")
     spec = settings.spec(7_000_000_000)
     assert spec.bidirectional_images == (name == "gemma-3-4b")
@@ -83,7 +86,7 @@ def test_preprocessor_config_may_be_missing() -> None:
         assert bare.tower == stored.tower
 
 
-LLAVA, INTERN, PHI3, GEMMA, GEMMA3, LLAMA = VISION_CONFIGS
+LLAVA, INTERN, PHI3, GEMMA, GEMMA3, GEMMA4, _, LLAMA = VISION_CONFIGS
 HOSTILE: list[tuple[str, str, Any, str]] = [
     (LLAVA, "architectures", ["GPT2LMHeadModel"], "'GPT2LMHeadModel' has no vision encoder"),
     (LLAVA, "vision_config", {}, "has no vision_config"),
@@ -128,6 +131,19 @@ HOSTILE: list[tuple[str, str, Any, str]] = [
     (GEMMA, "vision_config.projection_dim", 2048, "projection_dim is 2048"),
     (GEMMA3, "mm_tokens_per_image", 10, "mm_tokens_per_image is 10, and the tower has 64 x 64 patches"),
     (GEMMA3, "mm_tokens_per_image", 9, "It must be the square of a number that divides them"),
+    (GEMMA4, "vision_config.num_key_value_heads", 8, "num_key_value_heads in vision_config of config.json is 8"),
+    (GEMMA4, "vision_config.head_dim", 66, "head_dim in vision_config of config.json is 66"),
+    (GEMMA4, "vision_config.position_embedding_size", 839, "is 839, and an image may have 840 patches a side"),
+    (GEMMA4, "vision_config.pooling_kernel_size", 8, "280 rows an image, each of 8 x 8 patches of 16 pixels"),
+    (GEMMA4, "vision_config.patch_size", 2048, "280 rows an image, each of 3 x 3 patches of 2048 pixels"),
+    (GEMMA4, "vision_config.patch_size", 14, "patch_size of preprocessor_config.json is 16, the tower's is 14"),
+    (GEMMA4, "vision_config.hidden_activation", "tanh", "hidden_activation 'tanh'"),
+    (GEMMA4, "vision_config.attention_bias", True, "attention_bias=True"),
+    (GEMMA4, "vision_config.num_hidden_layers", 10**6, "num_hidden_layers"),
+    (GEMMA4, "vision_config.rope_parameters", {"rope_type": "yarn"}, "rope_type='yarn' in rope_parameters of vision_"),
+    (GEMMA4, "vision_config.rope_parameters", {"rope_theta": 0}, "rope_theta in rope_parameters of vision_config"),
+    (GEMMA4, "vision_config.standardize", 1, "standardize in vision_config of config.json must be true or false"),
+    (GEMMA4, "image_token_id", -1, "image_token_id"),
     (LLAMA, "vision_config.max_num_tiles", 17, "max_num_tiles"),
     (LLAMA, "vision_config.max_num_tiles", 3, "supported_aspect_ratios"),
     (LLAMA, "vision_config.intermediate_layers_indices", [3, 32], "intermediate_layers_indices"),
@@ -164,6 +180,11 @@ def test_hostile_ones(name: str, field: str, value: Any, words: str) -> None:
         (LLAVA, {"do_normalize": False}, "do_normalize"),
         (PHI3, {"num_crops": 65}, "num_crops"),
         (PHI3, {"num_crops": -1}, "num_crops"),
+        (GEMMA4, {"max_soft_tokens": 0}, "max_soft_tokens in preprocessor_config.json must be an integer from 1"),
+        (GEMMA4, {"max_soft_tokens": 2240}, "2240 rows an image, each of 3 x 3 patches of 16 pixels"),
+        (GEMMA4, {"pooling_kernel_size": 4}, "pooling_kernel_size of preprocessor_config.json is 4, the tower's is 3"),
+        (GEMMA4, {"do_normalize": True}, "do_normalize=True"),
+        (GEMMA4, {"do_rescale": False}, "do_rescale=False"),
         (LLAMA, {"max_image_tiles": 5}, "max_image_tiles is 5"),
         (INTERN, {"size": 336}, "tiles of 336"),
     ],

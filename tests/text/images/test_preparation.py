@@ -14,6 +14,10 @@ import torch
 from PIL import Image
 from published_processors import PIECES, TEXT_CONFIGS, WORDS, published_processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
@@ -23,6 +27,7 @@ from quire.errors import InputError, StartupError
 from quire.models.vision import VisionSettings, build_encoder
 from quire.models.vision.named_configs import PREPROCESSOR_CONFIGS
 from quire.protocol.image_tiling import (
+    MAX_IMAGE_SIDE,
     TILING_NAMES,
     AnyResTiling,
     ClosestAspectTiling,
@@ -30,6 +35,7 @@ from quire.protocol.image_tiling import (
     HDTiling,
     ImageTiling,
     PooledTile,
+    ScaledTiling,
     SingleTile,
     TileGrid,
 )
@@ -130,6 +136,30 @@ def test_gemma3(height: int, width: int) -> None:
     check(got.pixels, bytes_of(np.stack(theirs(image)["pixel_values"])))
 
 
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(("most", "patch"), [(70, 8), (280, 2)])
+def test_gemma4(height: int, width: int, most: int, patch: int) -> None:
+    """Patches with the channels last, line by line, and black ones after them."""
+    image, tiling = picture(height, width), ScaledTiling(3 * patch, 3, most)
+    got = read_image_preprocessor({}, tiling, HALF).prepare(image)
+    theirs = Gemma4ImageProcessorPil(max_soft_tokens=most, patch_size=patch)(image)
+    rows, columns = got.grid.rows, got.grid.columns
+    assert tiling.num_embeds(got.grid) == theirs["num_soft_tokens_per_image"][0] <= most
+    lines = np.asarray(theirs["pixel_values"])[0, : 9 * rows * columns] * 255
+    lines = lines.reshape(rows, 3, columns, 3, patch, patch, 3).transpose(0, 2, 1, 4, 3, 5, 6)
+    check(got.pixels, lines.reshape(rows * columns, 3 * patch, 3 * patch, 3))
+    at = np.asarray(theirs["image_position_ids"])[0]
+    assert at.max(0).tolist() == [3 * columns - 1, 3 * rows - 1]
+
+
+def test_grids_of_gemma4() -> None:
+    sides = [*range(1, 60), *range(60, 3000, 97), MAX_IMAGE_SIDE]
+    for most, (height, width) in product((70, 280, 1120), product(sides, sides)):
+        grid = ScaledTiling(48, 3, most).choose_grid(height, width)
+        theirs = get_aspect_ratio_preserving_size(height, width, 16, 9 * most, 3)
+        assert (grid.rows * 48, grid.columns * 48) == theirs, (most, height, width)
+
+
 def published_phi3(image: Image.Image, tile: int, most: int) -> tuple[Array, Array]:
     """Tiles in steps of 255, and the whole picture, normalised with means and deviations of a half: the HD transform of
     Phi-3-Vision's image processor, but a side of 0 is one of 1."""
@@ -188,7 +218,7 @@ def test_rows_are_what_is_published() -> None:
     llama = FittedCanvasTiling(560, 40, 4)
     assert llama.num_embeds(llama.choose_grid(2000, 2000)) == 6404
     sides = range(1, 6000, 97)  # plans count on most_rows: a real one, but for the bound of lines and patches apart
-    for tiling in (llava, intern, phi3, SingleTile(224, 16), llama):
+    for tiling in (llava, intern, phi3, SingleTile(224, 16), ScaledTiling(48, 3, 280), llama):
         found, most = (
             max(tiling.num_embeds(tiling.choose_grid(*sizes)) for sizes in product(sides, sides)),
             tiling.max_embeds,
@@ -268,6 +298,17 @@ def test_an_image_of_gemma3_is_between_empty_lines() -> None:
     assert ids == [5, 95, *[96] * 256, 97, 6]
 
 
+def test_an_image_of_gemma4_is_between_marks() -> None:
+    one: Any = published_processor("gemma-4-31b")
+    assert one.normalize_placeholders("a<|image|>b") == "a<|image|>b"
+    shown = one.prepare(picture(50, 80))
+    rows = shown.shape[0]
+    ids, spans = one.expand_placeholders([5, 94, 6], [shown.grid])
+    assert (rows, shown.grid[:2]) == (273, (13, 21))
+    assert spans == [(2, rows)]
+    assert ids == [5, 98, *[94] * rows, 99, 6]
+
+
 def test_what_pictures_depend_on_is_told() -> None:
     assert len({published_processor(name).cache_settings for name in TEXT_CONFIGS}) == len(TEXT_CONFIGS)
     other = read_image_preprocessor({**PREPROCESSOR_CONFIGS["llava-onevision-7b"], "resample": 2},
@@ -291,6 +332,7 @@ def test_settings_in_keys_have_no_names_of_classes_or_fields() -> None:
     tilings: dict[str, ImageTiling] = {
         f"single 56 4 {end}": SingleTile(56, 4),
         f"pooled 56 4 {end}": PooledTile(56, 4),
+        f"scaled 48 3 280 {end}": ScaledTiling(48, 3, 280),
         f"closest 56 4 2 1 12 1 {end}": ClosestAspectTiling(56, 4, 2, 1, 12),
         f"closest 56 4 2 1 12 0 {end}": ClosestAspectTiling(56, 4, 2, 1, 12, thumbnail=False),
         f"fitted 56 4 9 {end}": FittedCanvasTiling(56, 4, 9),

@@ -33,8 +33,9 @@ MIN_CHUNK_BYTES = 1 << 16  # bytes of a weight that are not split among threads
 MAX_UNSTAGED_ROWS = 4  # up to as many rows, each chunk rounds them itself
 TILED_ROWS = 40  # the fewest rows for which tiles in bf16 are faster than integers
 TILED_COLUMNS = 8192  # the most on tiles: a panel in bf16 must fit in a thread's scratch memory
-
-
+GPU_WIDTH = 32
+"""The columns of a weight that a GPU's kernels expand together, and multiply by one scale."""
+MAX_GPU_GROUP = 128
 E2M1_DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12])
 
 
@@ -67,6 +68,31 @@ class LowBitFormat(NamedTuple):
         return (
             columns * PANEL * self.bits // 8 + columns // (self.superblock or self.group) * self.scale_unit_bytes()
         ) // PANEL
+
+    @property
+    def gpu_scales(self) -> str | None:
+        """Return how a GPU's kernels hold the scales and minima (quire.kernels.triton.low_bit.LowBitMatrix); None if
+        there are no kernels for the format."""
+        if self.bits not in (4, 8):
+            return None
+        if self.is_e2m1:
+            return "e2m1"
+        if self.superblock > MAX_GPU_GROUP:
+            return "superblocks"
+        return "shifts" if self.has_min and not self.superblock else "zeros"
+
+    @property
+    def gpu_group(self) -> int:
+        """Return the columns that share a scale on a GPU: a whole superblock of AWQ and GPTQ does."""
+        return self.superblock if self.gpu_scales == "zeros" and self.superblock else self.group
+
+    def gpu_row_bytes(self, columns: int) -> int:
+        """Return the bytes of a row of the weight on a GPU."""
+        steps = -(-columns // (16 // self.bits * GPU_WIDTH))
+        words = steps if self.is_e2m1 else columns // self.gpu_group
+        if self.gpu_scales == "superblocks":
+            words = steps * (8 // self.bits + 1)
+        return steps * GPU_WIDTH * 2 + words * 4
 
 
 class LowBitWeight(NamedTuple):

@@ -4,13 +4,15 @@ A program expands some rows of the weight in registers, step by step, and multip
 with the rows of x as the narrow side. So the weight is read from memory in few bits. Many rows of x are multiplied by
 the library, with a weight that is expanded for the time of the product.
 
-A weight's number is code * scale + shift, in fp32, rounded to x's dtype.
+A weight's number is code * scale + shift, in fp32; products of whole numbers are scaled afterwards, others multiply the
+number rounded to x's dtype.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -19,116 +21,287 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.cpu.low_bit_linear import LowBitWeight
+from quire.kernels.cpu.low_bit_linear import GPU_WIDTH, LowBitWeight
 from quire.kernels.triton.activation import ACTIVATIONS, act_and_mul, activate_gated
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.fused_moe import GROUP_TILES, ExpertTile, Routing, find_pairs, sum_experts
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 
-WIDER_GROUPS = (64, 128)
-"""How many numbers may share a scale, beside a format's own."""
-MAX_FUSED_ROWS = 64
+WIDTH = tl.constexpr(GPU_WIDTH)
+"""The columns of a part of a step (see LowBitMatrix): those of one matrix product."""
+EXPANDED_ROWS = 64
+"""Rows of a weight that a program expands."""
+MAX_FUSED_ROWS = 128
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
-MAX_SPLITS, SPLIT_PROGRAMS = 8, 512
+MAX_SPLITS, SPLIT_PROGRAMS = 8, 1024
 """With few rows of x, a weight's rows alone don't occupy a GPU. Its columns are then split too, at most MAX_SPLITS
-ways, until there are SPLIT_PROGRAMS programs."""
+ways, until there are SPLIT_PROGRAMS programs; fewer with tiles of more than 16 rows of x, whose sums take time too."""
 TILES = {
-    8: ExpertTile(8, 64, 256, 4, 4),
-    16: ExpertTile(16, 64, 256, 4, 4),
-    32: ExpertTile(32, 64, 256, 3, 4),
-    64: ExpertTile(64, 64, 128, 4, 4),
-    sys.maxsize: ExpertTile(64, 128, 128, 3, 8),
+    8: (ExpertTile(8, 64, 256, 3, 4), ExpertTile(8, 32, 256, 4, 1)),
+    16: (ExpertTile(16, 32, 256, 4, 2),) * 2,
+    32: (ExpertTile(32, 64, 128, 4, 4),) * 2,
+    64: (ExpertTile(64, 64, 128, 4, 4),) * 2,
+    sys.maxsize: (ExpertTile(128, 64, 128, 3, 4),) * 2,
 }
-"""Tiles by the most rows of a weight's input, or pairs of an expert on average; as deep as one group or several.
-Measured on one H200 with groups of 128, without splits."""
-ONE_TILE = TILES[32]
+"""Tiles by the most rows of a weight's input, or pairs of an expert on average: of gate and up, which have two
+weights, and of others. Measured on one H200 in bf16 with the linear layers of Llama-3-8B and the experts of
+Qwen3-30B-A3B, in groups of 128, and the MXFP4 experts of GPT-OSS-20B."""
+ONE_TILE = TILES[32][0]
 """The tile for any number of rows."""
+MAX_WHOLE = tl.constexpr(32)
+"""The most rows of x of a tile that multiplies codes of 4 bits as whole numbers (see `_whole_part`)."""
+
+
+def _ptx(*lines: str) -> tl.constexpr:
+    """Return the text of instructions on pairs of codes in one register, as numbers in 16 bits."""
+    return tl.constexpr("{ .reg .b32 a, b, one; " + " ".join(f"{line};" for line in lines) + " }")
+
+
+def _shifted(result: str, left: int) -> str:
+    return f"shl.b32 {result}, $1, {left}" if left >= 0 else f"shr.u32 {result}, $1, {-left}"
+
+
+def _whole_ptx(one: str) -> list[tl.constexpr]:
+    merged = "lop3.b32 $0, a, 0x000f000f, one, 0xEA"  # a & mask | one
+    return [_ptx(f"mov.b32 one, {one}", _shifted("a", -4 * part), merged) for part in range(4)]
+
+
+def _e2m1_ptx(part: int) -> tl.constexpr:
+    """A sign, two bits of exponent and one of mantissa, where bf16 has them, are 2^-126 times the number."""
+    return _ptx(
+        _shifted("a", 6 - 4 * part), "and.b32 a, a, 0x01c001c0", _shifted("b", 12 - 4 * part),
+        "mov.b32 one, 0x80008000", "lop3.b32 a, b, one, a, 0xEA", "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b",
+        "mul.rn.bf16x2 $0, a, $2",
+    )  # fmt: skip
+
+
+_W0, _W1, _W2, _W3 = _whole_ptx("0x43004300")
+_H0, _H1, _H2, _H3 = _whole_ptx("0x64006400")
+_E0, _E1, _E2, _E3 = map(_e2m1_ptx, range(4))
 
 
 class LowBitMatrix(NamedTuple):
     """A weight [rows, columns] in few bits on a GPU, or those of several experts, one after the other.
 
-    `codes` uint8 [rows, columns * bits / 8]. In 4 bits the bytes of a group hold the codes of its first half in their
-    low bits, and those of its second half in their high bits. `scales` fp32 [rows, columns / group, 2]: a scale and a
-    shift for each `group` of numbers."""
+    `codes` int16 [steps, rows, WIDTH]: an integer holds one code from each of the `16 // bits` parts of a step, each of
+    WIDTH columns, the first part's in its lowest bits. The last step may reach beyond the columns: its codes there are
+    0. `group` columns share a scale and a shift, which `scales` (int32) has by `kind`:
+
+    - "shifts" [groups, rows]: scale (the low half) and shift in fp16.
+    - "zeros" [groups, rows]: scale and, in place of the shift, the code that stands for 0, in fp16.
+    - "e2m1" [steps, rows]: the exponents of a step's parts as E8M0; codes are the floating-point numbers of MXFP4.
+    - "superblocks" [steps, words, rows]: a word for each two parts has the 8 bits of their scales and minima; the last
+      has what multiplies them, in fp16."""
 
     codes: Tensor
     scales: Tensor
+    kind: str
     bits: int
     group: int
+    columns: int
 
     @property
-    def columns(self) -> int:
-        return self.codes.shape[1] * 8 // self.bits
+    def rows(self) -> int:
+        return self.codes.shape[1]
 
 
 def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
-    """Return the rows of weights of one format for the kernels, with equal values. Groups with equal scales are joined
-    where all can be."""
+    """Return the rows of weights of one format for the kernels, with equal values. The format has GPU scales."""
     form, columns = weights[0].form, weights[0].numbers.shape[1]
-    codes, scales = torch.cat([weight.numbers.to(device) for weight in weights]), torch.cat([*map(_scales, weights)])
-    bits, group, scales = 4 if form.bits == 4 else 8, form.group, scales.to(device)
-    for wider in (wider for wider in WIDER_GROUPS if wider > form.group and columns % wider == 0):
-        joined = torch.unflatten(scales, 1, (-1, wider // group))
-        if not torch.equal(joined, joined[:, :, :1].expand_as(joined)):
-            break
-        scales, group = joined[:, :, 0].contiguous(), wider
-    if bits == 4:
-        low, high = torch.unflatten(codes, 1, (-1, 2, group // 2)).unbind(2)
-        codes = (low | high << 4).flatten(1)
-    return LowBitMatrix(codes, scales, bits, group)
+    kind, group, parts = form.gpu_scales, form.gpu_group, 16 // form.bits
+    assert kind is not None, f"no kernels for {form}"
+    steps = cdiv(columns, parts * GPU_WIDTH)
+    codes = torch.zeros(steps, sum(len(each.numbers) for each in weights), GPU_WIDTH, dtype=torch.int16, device=device)
+    start = 0
+    for weight in weights:
+        numbers = F.pad(weight.numbers.to(device), (0, steps * parts * GPU_WIDTH - columns))
+        here = codes[:, start : start + len(numbers)]
+        for part, plane in enumerate(torch.unflatten(numbers, 1, (steps, parts, GPU_WIDTH)).unbind(2)):
+            here |= plane.transpose(0, 1).to(torch.int16) << form.bits * part
+        start += len(numbers)
+    scales = torch.cat([_scales(weight, steps).to(device) for weight in weights], -1)
+    return LowBitMatrix(codes, scales.contiguous(), kind, form.bits, group, columns)
 
 
-def _scales(weight: LowBitWeight) -> Tensor:
-    """Return the scales and shifts of a weight, [rows, groups, 2]."""
-    scale, least = weight.scales()
-    shift = -weight.form.zero * scale if least is None else least - weight.form.zero * scale
-    return torch.stack((scale, shift), 2)
+def _scales(weight: LowBitWeight, steps: int) -> Tensor:
+    """Return a weight's scales as LowBitMatrix has them."""
+    form, parts = weight.form, 16 // weight.form.bits
+    d, kind = weight.d, form.gpu_scales
+    if kind == "e2m1":
+        exponents = d.float().log2().round_().add_(128).clamp_(0).to(torch.int32)  # d is of numbers twice as large
+        planes = torch.unflatten(F.pad(exponents, (0, steps * parts - exponents.shape[1])), 1, (steps, parts))
+        return reduce(torch.bitwise_or, (plane.T << 8 * part for part, plane in enumerate(planes.unbind(2))))
+    if kind == "superblocks":
+        assert weight.a is not None, "superblocks have scales"
+        assert weight.b is not None, "and minima"
+        pairs = _pair(weight.a.to(torch.int32) & 255, weight.b.to(torch.int32), 8)
+        pairs = F.pad(pairs, (0, steps * parts - pairs.shape[1]))
+        units = torch.arange(steps, device=d.device) * (parts * form.group) // form.superblock
+        words = [_pair(pairs[:, part::parts] & 0xFFFF, pairs[:, part + 1 :: parts], 16) for part in range(0, parts, 2)]
+        return torch.stack([*words, _halves(d, weight.e)[:, units]], 2).permute(1, 2, 0)
+    if kind == "shifts":
+        return _halves(d, weight.e).T
+    zero = torch.full_like(d, form.zero)
+    return _halves(d, zero if weight.b is None else zero + weight.b[:, :: form.gpu_group // form.group]).T
+
+
+def _pair(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    return low | high << bits
+
+
+def _halves(low: Tensor, high: Tensor | None) -> Tensor:
+    """Return two numbers in fp16 in each int32."""
+    assert high is not None, "a format with minima has them"
+    return _pair(low.view(torch.int16).to(torch.int32) & 0xFFFF, high.half().view(torch.int16).to(torch.int32), 16)
 
 
 @triton.jit
-def _whole(codes, like):
-    """Return codes below 16, plus `_offset`, as numbers of the dtype of `like`, which holds them exactly."""
+def _half(word, HIGH: tl.constexpr):
+    """Return one of the two numbers in fp16 of a word."""
+    bits = word >> 16 if HIGH else word
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _load_scale(
+    scales, step, line, lines, depth,
+    PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return the scales and shifts of a step's part, of some rows (`line`), in fp32."""
+    PARTS: tl.constexpr = 16 // BITS
+    if SCALES == "e2m1":
+        word = tl.load(scales + step * lines + line)
+        scale = ((word >> (8 * PART) & 255) << 23).to(tl.float32, bitcast=True)
+        shift = tl.zeros_like(scale)
+    elif SCALES == "superblocks":
+        words = scales + step * (PARTS // 2 + 1) * lines + line
+        word, unit = tl.load(words + PART // 2 * lines), tl.load(words + PARTS // 2 * lines)
+        scale = (word << (24 - 16 * (PART % 2)) >> 24).to(tl.float32) * _half(unit, False)
+        shift = -(word << (16 - 16 * (PART % 2)) >> 24).to(tl.float32) * _half(unit, True)
+    else:
+        group = (step * PARTS + PART) * WIDTH // GROUP
+        if not EVEN:
+            group = tl.minimum(group, depth // GROUP - 1)
+        word = tl.load(scales + group * lines + line)
+        scale, shift = _half(word, False), _half(word, True)
+        if SCALES == "zeros":
+            shift = -shift * scale
+    return scale, shift
+
+
+@triton.jit
+def _whole_part(codes, like, PART: tl.constexpr):
+    """Return a part's codes of 4 bits, plus `_base`, as numbers of the dtype of `like`, [N, WIDTH], exactly. So a pair
+    of numbers takes two instructions; scales multiply sums of a group."""
     if like.dtype == tl.bfloat16:
-        numbers = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        text: tl.constexpr = _W0 if PART == 0 else _W1 if PART == 1 else _W2 if PART == 2 else _W3
+        whole = tl.inline_asm_elementwise(text, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif like.dtype == tl.float16:
-        numbers = (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        half: tl.constexpr = _H0 if PART == 0 else _H1 if PART == 1 else _H2 if PART == 2 else _H3
+        whole = tl.inline_asm_elementwise(half, "=r,r", [codes], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        numbers = codes.to(tl.float32)
-    return numbers
+        whole = (codes.to(tl.int32) >> (4 * PART) & 15).to(tl.float32)
+    return whole
 
 
 @triton.jit
-def _offset(like, BITS: tl.constexpr):
-    """Return what `_whole` adds to a code."""
-    offset: tl.constexpr = (
-        0.0 if BITS == 8 or like.dtype == tl.float32 else 128.0 if like.dtype == tl.bfloat16 else 1024.0
-    )
-    return offset
+def _base(like):
+    """Return what `_whole_part` adds to a code."""
+    base: tl.constexpr = 128.0 if like.dtype == tl.bfloat16 else 1024.0 if like.dtype == tl.float16 else 0.0
+    return base
 
 
 @triton.jit
-def _add(acc, codes, scale, shift, x, x_high, sums, BITS: tl.constexpr):
-    """Return acc [N, M] + w x^T for one group of numbers of N rows, whose scales and shifts are [N]. `sums` [N, M] are
-    x's sums over the group. In 4 bits x has the inputs of the low bits, x_high those of the high bits."""
-    if BITS == 4:
-        part = tl.dot(_whole(codes & 15, x), x, input_precision="ieee")
-        part = tl.dot(_whole(codes >> 4, x), x_high, part, input_precision="ieee")
+def _add_scaled(acc, piece, sums, scale, shift):
+    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]."""
+    acc = tl.fma(piece, tl.broadcast_to(scale[:, None], acc.shape), acc)
+    return tl.fma(sums, tl.broadcast_to(shift[:, None], acc.shape), acc)
+
+
+@triton.jit
+def _expand_part(
+    codes, scale, shift, dtype: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr
+):  # fmt: skip
+    """Return the numbers of a part, [N, WIDTH], from `codes` int16 [N, WIDTH] and the scales and shifts [N]."""
+    if SCALES == "e2m1" and dtype == tl.bfloat16:
+        high = scale.to(tl.int32, bitcast=True) >> 16
+        twice = tl.broadcast_to((high | high << 16)[:, None], codes.shape)
+        text: tl.constexpr = _E0 if PART == 0 else _E1 if PART == 1 else _E2 if PART == 2 else _E3
+        return tl.inline_asm_elementwise(text, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
+    wide = codes.to(tl.int32)
+    if SCALES == "e2m1":
+        bits = (wide << (22 - 4 * PART) & 0x01C00000) | (wide << (28 - 4 * PART) & -0x80000000)
+        numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale[:, None]
     else:
-        part = tl.dot(codes.to(tl.float32).to(x.dtype), x, input_precision="ieee")
-    return acc + part * scale[:, None] + sums * (shift - _offset(x, BITS) * scale)[:, None]
+        # The code as the mantissa's end of a number from `base` on, whose last bit is worth 1.
+        place: tl.constexpr = 16 if BITS == 4 else 15
+        base: tl.constexpr = 128.0 if BITS == 4 else 256.0
+        one: tl.constexpr = 0x43000000 if BITS == 4 else 0x43800000
+        bits = (wide << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | one
+        numbers = bits.to(tl.float32, bitcast=True) * scale[:, None] + (shift - base * scale)[:, None]
+    return numbers.to(dtype)
+
+
+@triton.jit
+def _add_step(
+    acc, other, codes, scales, step, line, lines, away, inputs, real, depth,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return (acc, other) [N, M] with the products of a step's columns; `other` is of the rows `away` from acc's, if
+    TWO."""
+    PARTS: tl.constexpr = 16 // BITS
+    COLUMNS: tl.constexpr = PARTS * WIDTH
+    WHOLE: tl.constexpr = BITS == 4 and SCALES != "e2m1" and acc.shape[1] <= MAX_WHOLE
+    k = tl.arange(0, WIDTH)
+    here = codes + (line + step * lines)[:, None] * WIDTH + k[None, :]
+    h = tl.load(here)
+    h_other = h
+    if TWO:
+        h_other = tl.load(here + away * WIDTH)
+    for part in tl.static_range(PARTS):
+        column = step * COLUMNS + part * WIDTH + k
+        inside = real[None, :]
+        if not EVEN:
+            inside = inside & (column < depth)[:, None]
+        v = tl.load(inputs + column[:, None], mask=inside, other=0.0)
+        if part * WIDTH % GROUP == 0:
+            scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, EVEN)
+            scale_other, shift_other = scale, shift
+            if TWO:
+                scale_other, shift_other = _load_scale(
+                    scales, step, line + away, lines, depth, part, BITS, GROUP, SCALES, EVEN
+                )
+            piece, piece_other, sums = tl.zeros_like(acc), tl.zeros_like(acc), tl.zeros_like(acc)
+        if WHOLE:
+            ones = tl.full((acc.shape[0], WIDTH), 1.0, v.dtype)
+            sums = tl.dot(ones, v, sums, input_precision="ieee")
+            piece = tl.dot(_whole_part(h, v, part), v, piece, input_precision="ieee")
+            if TWO:
+                piece_other = tl.dot(_whole_part(h_other, v, part), v, piece_other, input_precision="ieee")
+            if (part + 1) * WIDTH % GROUP == 0 or part == PARTS - 1:
+                acc = _add_scaled(acc, piece, sums, scale, shift - _base(v) * scale)
+                if TWO:
+                    other = _add_scaled(other, piece_other, sums, scale_other, shift_other - _base(v) * scale_other)
+        else:
+            acc = tl.dot(_expand_part(h, scale, shift, v.dtype, part, BITS, SCALES), v, acc, input_precision="ieee")
+            if TWO:
+                w = _expand_part(h_other, scale_other, shift_other, v.dtype, part, BITS, SCALES)
+                other = tl.dot(w, v, other, input_precision="ieee")
+    return acc, other
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _product(
-    x, weight, scale, bias, shares, out, counts, pairs, tokens, tiles, x_stride, size, depth,
+    x, codes, scales, bias, shares, out, counts, pairs, tokens, tiles, x_stride, size, lines, depth,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SIDE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    UNROLL: tl.constexpr, SIDE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair. A step takes
-    GROUPS groups, which divide a row's. With SPLITS a program takes some of the steps: out [rows, SPLITS, size]."""
+    """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair. `lines`: the
+    weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the
+    steps: out [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -142,38 +315,25 @@ def _product(
     else:
         expert, pair, real = find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
     if expert < EXPERTS or EXPERTS == 0:
-        BYTES: tl.constexpr = GROUP * BITS // 8
-        n, b = left + tl.arange(0, BLOCK_N), tl.arange(0, BYTES)
+        n = left + tl.arange(0, BLOCK_N)
         source = pair
         if KIND is not None and EXPERTS > 0:
             source = pair // TOP
-        inputs = x + source[None, :] * x_stride + b[:, None]
+        inputs = x + source[None, :] * x_stride
         each = size if KIND is None else 2 * size
         line = tl.minimum(n, size - 1).to(tl.int64)
         if EXPERTS > 0:
             line += expert * each
-        row_bytes, row_scales = depth // GROUP * BYTES, depth // GROUP * 2
-        rows = weight + (line * row_bytes)[:, None] + b[None, :]
-        scales = scale + line * row_scales
-        away, scales_away = size.to(tl.int64) * row_bytes, size.to(tl.int64) * row_scales
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         other = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        ones = tl.full((BLOCK_N, BYTES), 1.0, x.dtype.element_ty)
-        steps, split = depth // (GROUP * GROUPS), tl.program_id(1)
-        share = tl.cdiv(steps, SPLITS)
-        for step in tl.range(split * share, tl.minimum(steps, (split + 1) * share), num_stages=STAGES):
-            for j in tl.static_range(GROUPS):
-                group = step * GROUPS + j
-                v = tl.load(inputs + group * GROUP, mask=real[None, :], other=0.0)
-                sums, v_high = tl.dot(ones, v, input_precision="ieee"), v
-                if BITS == 4:
-                    v_high = tl.load(inputs + group * GROUP + BYTES, mask=real[None, :], other=0.0)
-                    sums = tl.dot(ones, v_high, sums, input_precision="ieee")
-                here, at = rows + group * BYTES, scales + group * 2
-                acc = _add(acc, tl.load(here), tl.load(at), tl.load(at + 1), v, v_high, sums, BITS)
-                if KIND is not None:
-                    here, at = here + away, at + scales_away
-                    other = _add(other, tl.load(here), tl.load(at), tl.load(at + 1), v, v_high, sums, BITS)
+        turns, split = tl.cdiv(depth, 16 // BITS * WIDTH) // UNROLL, tl.program_id(1)
+        share = tl.cdiv(turns, SPLITS)
+        for turn in tl.range(split * share, tl.minimum(turns, (split + 1) * share), num_stages=STAGES):
+            for j in tl.static_range(UNROLL):
+                acc, other = _add_step(
+                    acc, other, codes, scales, turn * UNROLL + j, line, lines, size, inputs, real, depth,
+                    BITS, GROUP, SCALES, KIND is not None, EVEN,
+                )  # fmt: skip
         if BIAS and split == 0:
             acc += tl.load(bias + line).to(tl.float32)[:, None]
             if KIND is not None:
@@ -189,37 +349,34 @@ def _product(
 @fast_launch
 @triton.jit
 def _expand(
-    weight, scale, out, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    codes, scales, out, lines, depth,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store the numbers of BLOCK groups."""
-    BYTES: tl.constexpr = GROUP * BITS // 8
-    g, b = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BYTES)
-    known = (g < groups)[:, None]
-    codes = tl.load(weight + (g * BYTES)[:, None] + b[None, :], mask=known, other=0)
-    by, shift = (
-        tl.load(scale + g * 2, mask=g < groups, other=0.0),
-        tl.load(scale + g * 2 + 1, mask=g < groups, other=0.0),
-    )
-    place = out + (g * GROUP)[:, None] + b[None, :]
+    """Store the numbers of BLOCK rows of a step."""
+    PARTS: tl.constexpr = 16 // BITS
+    step, k = tl.program_id(1), tl.arange(0, WIDTH)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    line = tl.minimum(n, lines - 1).to(tl.int64)
+    h = tl.load(codes + (line + step * lines)[:, None] * WIDTH + k[None, :])
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()  # the memory of the result may be in use until now
-    if BITS == 4:
-        high = (codes >> 4).to(tl.float32) * by[:, None] + shift[:, None]
-        tl.store(place + BYTES, high.to(out.dtype.element_ty), mask=known)
-        codes = codes & 15
-    tl.store(place, (codes.to(tl.float32) * by[:, None] + shift[:, None]).to(out.dtype.element_ty), mask=known)
+    for part in tl.static_range(PARTS):
+        first = (step * PARTS + part) * WIDTH
+        scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, False)
+        numbers = _expand_part(h, scale, shift, out.dtype.element_ty, part, BITS, SCALES)
+        place = out + line[:, None] * depth + (first + k)[None, :]
+        tl.store(place, numbers, mask=(n < lines)[:, None] & (first + k < depth)[None, :])
 
 
 def expand(weight: LowBitMatrix, dtype: torch.dtype, *, pdl: bool = False) -> Tensor:
     """Return the numbers of a weight, [rows, columns]."""
-    rows, columns = len(weight.codes), weight.columns
-    out = torch.empty(rows, columns, dtype=dtype, device=weight.codes.device)
-    groups, block = rows * columns // weight.group, max(4096 // weight.group, 1)
-    _expand[(cdiv(groups, block),)](
-        weight.codes, weight.scales, out, groups,
-        BITS=weight.bits, GROUP=weight.group, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    steps, rows, _ = weight.codes.shape
+    out = torch.empty(rows, weight.columns, dtype=dtype, device=weight.codes.device)
+    _expand[(cdiv(rows, EXPANDED_ROWS), steps)](
+        weight.codes, weight.scales, out, rows, weight.columns,
+        BLOCK=EXPANDED_ROWS, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -231,15 +388,16 @@ def low_bit_linear(
     """Return x weight^T + bias [M, rows] for x [M, columns], rounded once. With an `activation` the weight is gate and
     up, stacked: return act(gate) * up [M, rows / 2]. `deterministic`: a row's bits do not depend on the number of rows.
     """
-    rows, columns, size = len(x), weight.columns, len(weight.codes)
-    assert x.shape[1] == columns, f"x {tuple(x.shape)} does not fit a weight of {columns} columns"
+    rows, size = len(x), weight.rows
+    assert x.shape[1] == weight.columns, f"x {tuple(x.shape)} does not fit a weight of {weight.columns} columns"
     assert x.stride(1) == 1, "rows are contiguous"
     kind = None if activation is None else ACTIVATIONS[activation]
     if rows > MAX_FUSED_ROWS and not deterministic:
         out = F.linear(x, expand(weight, x.dtype, pdl=pdl), bias)
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
     size, tile = size if kind is None else size // 2, choose_tile(rows, x, weight, kind is not None, deterministic)
-    splits = min(MAX_SPLITS, power_of_2(cdiv(SPLIT_PROGRAMS, cdiv(size, tile.columns))))
+    programs = SPLIT_PROGRAMS * 16 // max(tile.pairs, 16)
+    splits = min(MAX_SPLITS, power_of_2(cdiv(programs, cdiv(size, tile.columns))))
     splits = splits if kind is None and not deterministic else 1
     out = torch.empty(rows * splits, size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
     if rows:
@@ -255,7 +413,7 @@ class LowBitLinear:
         pdl: bool,
     ) -> None:  # fmt: skip
         self.weights, self.activation, self.deterministic, self.pdl = tuple(weights), activation, deterministic, pdl
-        rows = [len(weight.codes) for weight in weights]
+        rows = [weight.rows for weight in weights]
         self.biases = [None] * len(rows) if bias is None else bias.split(rows)
         assert len(rows) == 1 or activation is None, "an activation needs all rows"
 
@@ -293,25 +451,27 @@ def _launch(
 ) -> None:  # fmt: skip
     experts = 0 if routing is None or routing.counts is None else len(routing.counts)
     top = 1 if routing is None else routing.expert_ids.shape[1]
-    size, groups = out.shape[1], max(tile.depth // weight.group, 1)
-    while weight.columns % (groups * weight.group):
-        groups //= 2
+    size, columns = out.shape[1], 16 // weight.bits * GPU_WIDTH
+    steps, unroll = len(weight.codes), max(tile.depth // columns, 1)
+    while steps % unroll:
+        unroll //= 2
     tiles = min(len(out), len(out) // tile.pairs + experts) if experts else cdiv(tokens, tile.pairs)
     options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
     _product[(tiles * cdiv(size, tile.columns), splits)](
         x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
         out if routing is None else routing.counts, out if routing is None else routing.pairs, tokens, tiles,
-        x.stride(0), size, weight.columns,
+        x.stride(0), size, weight.rows, weight.columns,
         EXPERTS=experts, PADDED=power_of_2(max(experts, 1)), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
-        SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, GROUPS=groups, KIND=kind, BIAS=bias is not None,
-        STAGES=tile.stages, SPLITS=splits, PDL=pdl, **options,
+        UNROLL=unroll, SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind,
+        EVEN=weight.columns % columns == 0, KIND=kind, BIAS=bias is not None, STAGES=tile.stages, SPLITS=splits,
+        PDL=pdl, **options,
     )  # fmt: skip
 
 
 def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> ExpertTile:
     """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs. It has as many stages as fit
     in shared memory."""
-    tile = ONE_TILE if deterministic else TILES[next(most for most in TILES if rows <= most)]
+    tile = ONE_TILE if deterministic else TILES[next(most for most in TILES if rows <= most)][not gated]
     bits = (1 + gated) * tile.columns * weight.bits + tile.pairs * 8 * x.element_size()
     stage = bits * tile.depth // 8
     return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))

@@ -20,11 +20,13 @@ LARGE_PAGE_POOL_DIVISOR = 512
 
 
 class LayerType(NamedTuple):
-    """A type of layers, with the bytes of one of its pages. A padded page is a multiple of `page_multiple` bytes."""
+    """A type of layers, with the bytes of one of its pages. A padded page is a multiple of `page_multiple` bytes, and
+    has at most `max_padding`, a fraction of the page."""
 
     name: str
     page_bytes: int
     page_multiple: int = PAGE_ALIGNMENT
+    max_padding: Fraction = MAX_PADDING
 
     @property
     def grain(self) -> int:
@@ -38,8 +40,8 @@ class LayerType(NamedTuple):
 
     @property
     def max_padded_bytes(self) -> int:
-        """The bytes of its largest page: padded by MAX_PADDING, or by its alignment if that is more."""
-        return max(self.aligned_bytes, int(self.page_bytes * (1 + MAX_PADDING)))
+        """The bytes of its largest page: padded by `max_padding`, or by its alignment if that is more."""
+        return max(self.aligned_bytes, int(self.page_bytes * (1 + self.max_padding)))
 
 
 class PagePlan(NamedTuple):
@@ -68,9 +70,9 @@ def max_large_bytes(pool_bytes: int) -> int:
 def plan_pages(types: Iterable[LayerType], limit: int | None = MAX_LARGE_BYTES) -> PagePlan:
     """Return pages by the least common multiple of the types' pages (Jenga §4.1).
 
-    If that is above `limit`, pages are padded by at most MAX_PADDING each to make it as small as possible, and of equal
-    results the one with the least padding is taken. Pages become multiples of each other's sizes, or, if that is not
-    enough, fractions of a large page. The result may still be above `limit`."""
+    If that is above `limit`, pages are padded by at most their `max_padding` to make it as small as possible, and of
+    equal results the one with the least padding is taken. Pages become multiples or fractions of each other's sizes,
+    or, if that is not enough, fractions of a large page. The result may still be above `limit`."""
     types = tuple(types)
     exact = {kind: kind.aligned_bytes for kind in types}
     plans = [exact]
@@ -85,10 +87,14 @@ def plan_pages(types: Iterable[LayerType], limit: int | None = MAX_LARGE_BYTES) 
 
 
 def _paddings(kind: LayerType, others: Iterable[int]) -> list[int]:
-    """Return the sizes to which a type's page may be padded: multiples of another type's page, or of a power of two."""
+    """Return the sizes to which a type's page may be padded: multiples of another type's page, or of a power of two,
+    and fractions of another type's page."""
     powers = (1 << k for k in range(kind.aligned_bytes.bit_length() + 1))
     steps = {math.lcm(step, kind.grain) for step in (*others, *powers)}
     sizes = {-(-kind.page_bytes // step) * step for step in steps}
+    for other in others:
+        counts = range(-(-other // kind.max_padded_bytes), other // kind.page_bytes + 1)
+        sizes |= {other // count for count in counts if other % (count * kind.grain) == 0}
     return sorted(size for size in sizes if size <= kind.max_padded_bytes)
 
 

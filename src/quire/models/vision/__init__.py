@@ -24,6 +24,7 @@ ENCODERS = {
     "phi3": "phi3:Phi3Vision",
     "paligemma": "paligemma:PaliGemma",
     "gemma3": "gemma3:Gemma3Vision",
+    "gemma4": "gemma4:Gemma4Vision",
     "mllama": "mllama:MllamaVision",
 }
 

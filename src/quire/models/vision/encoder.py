@@ -42,7 +42,8 @@ class VisionEncoder(nn.Module):
     def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
         """Normalise an image's pixels [tiles, side, side, 3] uint8: return [parts, 3, side, side], or if
         `encodes_whole_image` [1, tiles, 3, side, side], in the model's dtype."""
-        return self.normalize(pixels).to(self.dtype)
+        tiles = self.normalize(pixels).to(self.dtype)
+        return tiles[None] if self.encodes_whole_image else tiles
 
     def normalize(self, pixels: Tensor) -> Tensor:
         """Return normalised pixels [tiles, 3, side, side] in float32."""

@@ -110,7 +110,7 @@ class MllamaVision(VisionEncoder):
     def preprocess(self, pixels: Tensor, grid: TileGrid) -> Tensor:
         """See VisionEncoder."""
         assert len(pixels) == grid.rows * grid.columns, f"{len(pixels)} tiles in a grid of {grid.rows} x {grid.columns}"
-        return super().preprocess(pixels, grid)[None]
+        return super().preprocess(pixels, grid)
 
     def encode(self, pixels: Tensor, grid: TileGrid | None = None) -> Tensor:
         """See VisionEncoder: [1, tiles, 3, side, side] -> [1, tiles * (patches + 1), width]."""

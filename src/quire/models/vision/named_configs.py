@@ -11,6 +11,16 @@ SIGLIP_SO400M = {
     "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
     "num_attention_heads": 16, "patch_size": 14, "vision_use_head": False,
 }
+GEMMA4_TOWER = {
+    "model_type": "gemma4_vision", "patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10_240,
+    "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 100.0, "rope_type": "default"},
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+GEMMA4_TOKENS = {"image_token_id": 258_880, "vision_soft_tokens_per_image": 280}
+GEMMA4_PREPROCESSOR = {
+    "resample": 3, "size": {"height": 224, "width": 224}, "max_soft_tokens": 280, "patch_size": 16,
+    "pooling_kernel_size": 3, "do_normalize": False,
+}
 CLIP_COLOURS = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
@@ -54,6 +64,22 @@ VISION_CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["Gemma3ForConditionalGeneration"], "image_token_index": 262_144, "mm_tokens_per_image": 256,
         "vision_config": {**SIGLIP_SO400M, "image_size": 896},
     },
+    "gemma-4-31b": {
+        "architectures": ["Gemma4ForConditionalGeneration"], "audio_config": None, **GEMMA4_TOKENS,
+        "vision_config": {
+            **GEMMA4_TOWER, "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 72, "standardize": True,
+            "use_clipped_linears": False,
+        },
+    },
+    "gemma-4-e2b": {
+        "architectures": ["Gemma4ForConditionalGeneration"], **GEMMA4_TOKENS,
+        "vision_config": {
+            **GEMMA4_TOWER, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16,
+            "num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "standardize": False,
+            "use_clipped_linears": True,
+        },
+    },
     "llama-3.2-11b-vision": {
         "architectures": ["MllamaForConditionalGeneration"], "image_token_index": 128_256,
         "vision_config": {
@@ -75,6 +101,8 @@ PREPROCESSOR_CONFIGS: dict[str, dict[str, Any]] = {
     "gemma-3-4b": {
         "resample": 2, "size": {"height": 896, "width": 896}, "do_pan_and_scan": None, **HALF_COLOURS,
     },
+    "gemma-4-31b": GEMMA4_PREPROCESSOR,
+    "gemma-4-e2b": GEMMA4_PREPROCESSOR,
     "llama-3.2-11b-vision": {
         "resample": 2, "size": {"height": 560, "width": 560}, "max_image_tiles": 4, **CLIP_COLOURS,
     },

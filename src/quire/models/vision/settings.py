@@ -6,13 +6,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from quire.errors import StartupError, short_repr
 from quire.kernels.limits import MAX_IMAGE_PARTS
 from quire.models.config_reader import ConfigReader
-from quire.models.vision.tower_settings import ACTIVATIONS, CLIP, INTERN, MLLAMA, SIGLIP, TowerSettings, read_tower
+from quire.models.vision.tower_settings import (
+    ACTIVATIONS,
+    CLIP,
+    INTERN,
+    MLLAMA,
+    SIGLIP,
+    TowerSettings,
+    read_gemma4_tower,
+    read_tower,
+)
 from quire.protocol.image_tiling import (
     AnyResTiling,
     ClosestAspectTiling,
@@ -20,6 +29,7 @@ from quire.protocol.image_tiling import (
     HDTiling,
     ImageTiling,
     PooledTile,
+    ScaledTiling,
     SingleTile,
 )
 from quire.protocol.model_spec import VisionSpec
@@ -64,7 +74,7 @@ class VisionSettings:
     """Tower and connector. `kind` is the connector's; rows have `hidden` numbers. `merge` x `merge` patches become one
     row. `published_names`: checkpoints have the original weight names, not transformers'. `thumbnail_first` (Phi-3):
     the whole image's rows precede its tiles'. `image_token_id` is the placeholder token of a row, if config.json has
-    it."""
+    it. With `bidirectional_images` the tokens of an image attend to each other in both directions."""
 
     kind: str
     tower: TowerSettings
@@ -77,6 +87,7 @@ class VisionSettings:
     published_names: bool = False
     thumbnail_first: bool = False
     image_token_id: int | None = None
+    bidirectional_images: bool = False
 
     @classmethod
     def from_config(cls, config: dict[str, Any], preprocessor: dict[str, Any] | None = None) -> Self:
@@ -90,7 +101,7 @@ class VisionSettings:
             )
         fields, preprocessor_fields = ConfigReader(config), ConfigReader(preprocessor or {}, "preprocessor_config.json")
         settings = cls(**SETTINGS_READERS[name](fields, preprocessor_fields))
-        tile = preprocessor_tile(preprocessor_fields)
+        tile = None if settings.kind == "gemma4" else preprocessor_tile(preprocessor_fields)
         if tile is not None and tile != settings.tiling.tile_size:
             cause = f"preprocessor_config.json makes tiles of {tile} pixels, the tower has {settings.tiling.tile_size}"
             raise StartupError(cause, "Both files must be of one model")
@@ -102,9 +113,14 @@ class VisionSettings:
         return self.kind == "paligemma"
 
     @property
-    def bidirectional_images(self) -> bool:
-        """Return True if the tokens of an image attend to each other in both directions."""
-        return self.kind == "gemma3"
+    def causal_full_layers(self) -> bool:
+        """Return True if layers without a window attend to earlier tokens only, also where `bidirectional_images`."""
+        return self.kind == "gemma4"
+
+    @property
+    def encodes_whole_image(self) -> bool:
+        """Return True if all tiles of an image are encoded together."""
+        return self.kind in ("mllama", "gemma4")
 
     @property
     def uses_cross_attention(self) -> bool:
@@ -132,6 +148,7 @@ class VisionSettings:
             "phi3": linear + second + 2 * width,
             "paligemma": linear,
             "gemma3": linear + width,
+            "gemma4": linear,
             "mllama": linear,
         }
         return self.tower.parameters + connector[self.kind]
@@ -139,7 +156,7 @@ class VisionSettings:
     def activation_bytes(self, parts: int, itemsize: int) -> int:
         """Return the peak bytes of encoding the largest image, beside its pixels as bytes: the maximum over normalising
         it, encoding `parts` parts with the features of all others in memory, and joining the features."""
-        at_once, tiles = (self.tower.max_tiles,) * 2 if self.uses_cross_attention else (parts, self.tiling.max_parts)
+        at_once, tiles = (self.tower.max_tiles,) * 2 if self.encodes_whole_image else (parts, self.tiling.max_parts)
         pixels, patches = tiles * 3 * self.tower.image_size**2, tiles * self.tower.patches
         rows = patches // self.merge**2
         projected = rows * (2 * self.connector_in + self.hidden) + 2 * min(rows, PROJECTOR_ROWS) * self.hidden
@@ -167,7 +184,7 @@ class VisionSettings:
             -(-ENCODER_COST_FACTOR * (products + attention) // (2 * text)), self.part_bytes(2),
             self.partial_image_bytes(2),
             0 if self.uses_cross_attention else self.max_rows // self.tiling.max_parts, products,
-            self.bidirectional_images,
+            self.bidirectional_images, self.causal_full_layers,
         )  # fmt: skip
 
 
@@ -318,6 +335,32 @@ def _gemma3(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
         "normalization": read_normalization(preprocessor, HALF_NORMAL),
         "bias": False,
         "image_token_id": fields.get_int("image_token_index", fields.get_int("image_token_id", 262_144)),
+        "bidirectional_images": True,
+    }
+
+
+def _gemma4(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
+    """The tower's own code maps a byte's 0 to 1 to -1 to 1; preprocessor_config.json normalises nothing."""
+    for name, value in (("do_rescale", True), ("do_normalize", False)):
+        preprocessor.require_value(name, value)
+    vision = ConfigReader(fields.get_object("vision_config"), f"vision_config of {fields.source}")
+    text = _text_section(fields)
+    rows = preprocessor.get_int("max_soft_tokens", fields.get_int("vision_soft_tokens_per_image", 280))
+    tower = read_gemma4_tower(vision, rows)
+    for name, size in (("patch_size", tower.patch_size), ("pooling_kernel_size", tower.patches_per_side)):
+        if (given := preprocessor.get_int(name, size)) != size:
+            raise StartupError(
+                f"{name} of {preprocessor.source} is {given}, the tower's is {size}", "Both files must be of one model"
+            )
+    return {
+        "kind": "gemma4",
+        "tower": tower,
+        "hidden": text.get_int("hidden_size", 2304),
+        "tiling": ScaledTiling(tower.image_size, tower.patches_per_side, rows),
+        "normalization": replace(HALF_NORMAL, scale=preprocessor.get_float("rescale_factor", HALF_NORMAL.scale)),
+        "bias": False,
+        "image_token_id": fields.get_int("image_token_id", 258_880),
+        "bidirectional_images": text.config.get("use_bidirectional_attention") == "vision",
     }
 
 
@@ -343,6 +386,7 @@ SETTINGS_READERS: dict[str, Callable[[ConfigReader, ConfigReader], dict[str, Any
     "Phi3VForCausalLM": _phi3,
     "PaliGemmaForConditionalGeneration": _paligemma,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForConditionalGeneration": _gemma4,
     "MllamaForConditionalGeneration": _mllama,
 }
 

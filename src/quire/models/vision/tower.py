@@ -1,5 +1,6 @@
 """The vision towers CLIP (Radford et al., 2021), up to a layer before the last, SigLIP (Zhai et al., 2023) and
-InternViT (Chen et al., 2023), with the names of their weights: transformers', and of InternViT the original ones too.
+InternViT (Chen et al., 2023); and the names of all towers' weights: transformers', and of InternViT the original ones
+too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from quire.layers.module_list import module_list
 from quire.layers.norm import LayerNorm
 from quire.models.vision.blocks import PatchEmbedding, VisionEncoderLayer, empty_parameter, run_layers
-from quire.models.vision.tower_settings import CLIP, INTERN, MLLAMA, SIGLIP, TowerSettings
+from quire.models.vision.tower_settings import CLIP, GEMMA4, INTERN, MLLAMA, SIGLIP, TowerSettings
 from quire.models.weight_names import WeightNames, prefixed
 
 CLIP_NAMES: WeightNames = {
@@ -90,7 +91,30 @@ MLLAMA_NAMES: WeightNames = {
     **prefixed("local_layers.*", "transformer.layers.*.", MLLAMA_LAYER_NAMES),
     **prefixed("global_layers.*", "global_transformer.layers.*.", MLLAMA_LAYER_NAMES),
 }
-NAMES = {CLIP: CLIP_NAMES, SIGLIP: CLIP_NAMES, INTERN: INTERN_NAMES, MLLAMA: MLLAMA_NAMES}
+GEMMA4_PRODUCTS = {
+    "q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj",
+}  # fmt: skip
+GEMMA4_NAMES: WeightNames = {
+    "patches": "patch_embedder.input_proj",
+    "positions": "patch_embedder.position_embedding_table",
+    "std_bias": "std_bias",
+    "std_scale": "std_scale",
+    **prefixed("layers.*", "encoder.layers.*.", {
+        **{f"{ours}.linear": f"{theirs}.linear" for ours, theirs in GEMMA4_PRODUCTS.items()},
+        **{f"{ours}.bounds": tuple(f"{theirs}.{x}" for x in ("input_min", "input_max", "output_min", "output_max"))
+           for ours, theirs in GEMMA4_PRODUCTS.items()},
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }),
+}  # fmt: skip
+NAMES = {
+    CLIP: CLIP_NAMES, SIGLIP: CLIP_NAMES, INTERN: INTERN_NAMES, MLLAMA: MLLAMA_NAMES, GEMMA4: GEMMA4_NAMES,
+}  # fmt: skip
 
 
 class Tower(nn.Module):
@@ -128,7 +152,7 @@ def tower_names(s: TowerSettings) -> WeightNames:
 
 def unused_weights(s: TowerSettings) -> tuple[str, ...]:
     """Return patterns of the tensors that are not loaded: those after the layers that are run."""
-    if s.kind == MLLAMA:
+    if s.kind in (MLLAMA, GEMMA4):
         return ()
     name = "layer" if s.kind == INTERN and not s.fused_qkv else "layers"
     layers = tuple(rf"encoder\.{name}\.{layer}\..*" for layer in range(s.layers, s.checkpoint_layers))

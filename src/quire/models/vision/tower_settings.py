@@ -1,4 +1,5 @@
-"""Settings of a vision tower, read from config.json: one reader for the four kinds of towers. No torch."""
+"""Settings of a vision tower, read from config.json: one reader for four kinds of towers, and one for Gemma-4's. No
+torch."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from quire.errors import StartupError, short_repr
 from quire.models.config_reader import ConfigReader
 
-CLIP, SIGLIP, INTERN, MLLAMA = "clip", "siglip", "intern", "mllama"
+CLIP, SIGLIP, INTERN, MLLAMA, GEMMA4 = "clip", "siglip", "intern", "mllama", "gemma4"
 MAX_LAYERS = 256
 MAX_IMAGE = 4096  # pixels a side of a tile
 MAX_PATCHES = 1 << 14  # of a tile
@@ -22,6 +23,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
              "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
     MLLAMA: {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "attention_heads": 16,
              "image_size": 448, "patch_size": 14, "hidden_act": "gelu", "norm_eps": 1e-5},
+    GEMMA4: {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
+             "num_key_value_heads": 12, "head_dim": 64, "patch_size": 16, "pooling_kernel_size": 3,
+             "position_embedding_size": 10_240, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6},
 }  # fmt: skip
 
 
@@ -154,6 +158,102 @@ def read_tower(
         activation=activation,
         norm_eps=fields.get_float(eps, usual[eps]),
         **more,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma4TowerSettings(TowerSettings):
+    """A tile is a square of patches that become one row; an image has `max_tiles` of them at most, and a patch a
+    position below `positions` on either axis. With `clipped` the inputs and outputs of products have bounds; with
+    `standardized` the features are shifted and scaled."""
+
+    head_dim: int
+    rope_theta: float
+    positions: int
+    clipped: bool
+    standardized: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.patches
+
+    @property
+    def activations_per_tile(self) -> int:
+        """See TowerSettings. A product with bounds has a clipped copy of its input; queries and keys are rotated in
+        float32 at most."""
+        attention = 3 * self.hidden + 8 * self.heads * self.head_dim
+        mlp = 5 * self.hidden + 4 * self.intermediate
+        return self.tokens * max(attention, mlp) + 3 * self.image_size**2
+
+    @property
+    def operations(self) -> tuple[int, int]:
+        tokens = self.tokens * self.max_tiles
+        products = 2 * (self._layer_products * self.layers + 3 * self.patch_size**2 * self.hidden) * tokens
+        return products, 4 * self.layers * self.heads * self.head_dim * tokens**2
+
+    @property
+    def parameters(self) -> int:
+        layer = self._layer_products + 4 * self.hidden + 2 * self.head_dim + 7 * 4 * self.clipped
+        embeddings = 3 * self.patch_size**2 * self.hidden + 2 * self.positions * self.hidden
+        return embeddings + self.layers * layer + 2 * self.hidden * self.standardized
+
+    @property
+    def _layer_products(self) -> int:
+        return 4 * self.hidden * self.heads * self.head_dim + 3 * self.hidden * self.intermediate
+
+
+def read_gemma4_tower(fields: ConfigReader, max_rows: int) -> Gemma4TowerSettings:
+    """Read Gemma-4's tower; an image has `max_rows` rows at most. Raise StartupError for a value that is missing, wrong
+    or not supported."""
+    usual = DEFAULTS[GEMMA4]
+    sizes = {name: fields.get_int(name, value) for name, value in usual.items() if type(value) is int}
+    heads, kv_heads, head_dim = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
+    layers = fields.get_int("num_hidden_layers", usual["num_hidden_layers"], maximum=MAX_LAYERS)
+    fields.require_value("attention_bias", False)
+    if kv_heads != heads:
+        cause = f"num_key_value_heads in {fields.source} is {kv_heads}, and num_attention_heads {heads}"
+        raise StartupError(cause, "Both must be the same")
+    if head_dim % 4:
+        raise StartupError(f"head_dim in {fields.source} is {head_dim}", "It must be a multiple of 4")
+    merge, positions = sizes["pooling_kernel_size"], sizes["position_embedding_size"]
+    tile = sizes["patch_size"] * merge
+    if tile > MAX_IMAGE or max_rows * merge**2 > MAX_PATCHES:
+        raise StartupError(
+            f"{fields.source}: {max_rows} rows an image, each of {merge} x {merge} patches of {sizes['patch_size']} "
+            "pixels",
+            f"An image has {MAX_PATCHES} patches at most, and a row {MAX_IMAGE} pixels a side",
+        )
+    if positions < max_rows * merge:
+        raise StartupError(
+            f"position_embedding_size in {fields.source} is {positions}, and an image may have {max_rows * merge} "
+            "patches a side",
+            f"It must be at least {max_rows * merge}",
+        )
+    activation = fields.get_str("hidden_activation", usual["hidden_activation"])
+    if activation not in ACTIVATIONS:
+        raise StartupError(
+            f"hidden_activation {short_repr(activation)} in {fields.source}", f"Supported: {', '.join(ACTIVATIONS)}"
+        )
+    rope = ConfigReader(fields.get_object("rope_parameters"), f"rope_parameters of {fields.source}")
+    if rope.config.get("rope_type") != "default":  # published configs call it so
+        rope.require_value("rope_type", "axial")
+    return Gemma4TowerSettings(
+        kind=GEMMA4,
+        hidden=sizes["hidden_size"],
+        intermediate=sizes["intermediate_size"],
+        layers=layers,
+        checkpoint_layers=layers,
+        heads=heads,
+        image_size=tile,
+        patch_size=sizes["patch_size"],
+        activation=activation,
+        norm_eps=fields.get_float("rms_norm_eps", usual["rms_norm_eps"]),
+        max_tiles=max_rows,
+        head_dim=head_dim,
+        rope_theta=rope.get_float("rope_theta", 100.0),
+        positions=positions,
+        clipped=fields.get_bool("use_clipped_linears", False),
+        standardized=fields.get_bool("standardize", False),
     )
 
 

@@ -88,6 +88,12 @@ def gemma3(find: TokenLookup, token: int | None) -> ImagePlaceholder:
     return ImagePlaceholder(("<start_of_image>",), soft, (start,), (end,), surrounding="\n\n")
 
 
+def gemma4(find: TokenLookup, token: int | None) -> ImagePlaceholder:
+    """Gemma-4: <|image>, one <|image|> per row, <image|>."""
+    ends = (_placeholder_id(find, "<|image>"),), (_placeholder_id(find, "<image|>"),)
+    return ImagePlaceholder(("<|image|>",), _placeholder_id(find, "<|image|>", token), *ends)
+
+
 PLACEHOLDERS: dict[str, Callable[[TokenLookup, int | None], ImagePlaceholder]] = {
     "llava": llava,
     "internvl": internvl,
@@ -95,6 +101,7 @@ PLACEHOLDERS: dict[str, Callable[[TokenLookup, int | None], ImagePlaceholder]] =
     "mllama": mllama,
     "paligemma": paligemma,
     "gemma3": gemma3,
+    "gemma4": gemma4,
 }
 
 

@@ -20,6 +20,7 @@ from quire.protocol.image_tiling import (
     ImageTiling,
     PooledTile,
     PreparedImage,
+    ScaledTiling,
     SingleTile,
     TileGrid,
 )
@@ -38,6 +39,7 @@ DEFAULT_RESAMPLE = {
     HDTiling: BILINEAR,
     SingleTile: BICUBIC,
     PooledTile: BILINEAR,
+    ScaledTiling: BICUBIC,
 }
 BAND_PIXELS = 1 << 20  # pixels padded at a time
 WHITE, BLACK = (255, 255, 255), (0, 0, 0)
@@ -91,11 +93,16 @@ def cut_single(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) ->
     return split_tiles(preprocessor.resize(image, tile, tile), tile)
 
 
+def cut_scaled(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -> PixelArray:
+    """Gemma-4: resize the image to its grid."""
+    tile = preprocessor.tiling.tile_size
+    return split_tiles(preprocessor.resize(image, grid.rows * tile, grid.columns * tile), tile)
+
+
 def cut_closest(preprocessor: ImagePreprocessor, image: Image, grid: TileGrid) -> PixelArray:
     """InternVL: resize the image to its grid; if that has several tiles, append the whole image as one."""
     assert isinstance(preprocessor.tiling, ClosestAspectTiling), "a grid of the closest shape"
-    tile = preprocessor.tiling.tile_size
-    cut = split_tiles(preprocessor.resize(image, grid.rows * tile, grid.columns * tile), tile)
+    tile, cut = preprocessor.tiling.tile_size, cut_scaled(preprocessor, image, grid)
     if preprocessor.tiling.num_parts(grid) == len(cut):
         return cut
     return np.concatenate((cut, split_tiles(preprocessor.resize(image, tile, tile), tile)))
@@ -141,6 +148,7 @@ def cut_any_resolution(preprocessor: ImagePreprocessor, image: Image, grid: Tile
 TILE_CUTTERS: dict[type[ImageTiling], Callable[[ImagePreprocessor, Image, TileGrid], PixelArray]] = {
     SingleTile: cut_single,
     PooledTile: cut_single,
+    ScaledTiling: cut_scaled,
     ClosestAspectTiling: cut_closest,
     FittedCanvasTiling: cut_fitted,
     HDTiling: cut_high_definition,
