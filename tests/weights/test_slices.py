@@ -306,6 +306,26 @@ def test_a_cut_through_blocks_is_refused(tmp_path: Path) -> None:
         load_weights(model, tmp_path, scheme=scheme)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["dequantised", "in FP8"])
+def test_whole_experts_of_checkpoints_in_fp8(in_fp8: bool, tmp_path: Path) -> None:
+    """Columns of these experts would be no whole blocks."""
+    config = {**CONFIGS["qwen2_moe"], "hidden_size": 512, "num_attention_heads": 4, "moe_intermediate_size": 192}
+    publish({**config, "shared_expert_intermediate_size": 256, "intermediate_size": 512}, tmp_path)
+    routers = [f"model.layers.0.mlp.{name}" for name in ("gate", "shared_expert_gate")]
+    test_fp8.publish(tmp_path, {**BLOCKS, "modules_to_not_convert": routers}, "block")
+    config = read_config(tmp_path)
+    scheme = resolve_fp8_scheme(config, None)
+    assert isinstance(scheme, FP8Scheme)
+    make = fp8.create_fp8_model if in_fp8 else fp8.create_model
+    build = built_by(
+        lambda part: make(config, torch.float32, CPU, scheme, part),
+        partial(load_weights, folder=tmp_path, scheme=scheme),
+    )
+    assert_slices(build, 2, expert_parallel=True)
+    with pytest.raises(StartupError, match=r"columns 96 to 191 of the weight of .*, where 128 share a scale"):
+        build(Shard(1, 2), None)
+
+
 def with_bits(model: Any) -> bool:
     return any(isinstance(module, Linear) and module.low_bit_parts is not None for module in model.modules())
 
