@@ -144,6 +144,25 @@ def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=(2e-2 if CUDA else 1e-5) * size)
 
 
+@TYPES
+def test_ranks_with_whole_experts(dtype: torch.dtype) -> None:
+    """The sum of their outputs is that of all experts."""
+    wholes = weights(4 * 256, 128, "awq-128"), weights(4 * 128, 128, "mxfp4")
+    experts = [
+        [LowBitWeight(form, *each) for each in zip(*([None] * 4 if part is None else part.chunk(4) for part in parts))]
+        for form, *parts in wholes
+    ]
+    for tokens, pdl in product((1, 20), PDL):
+        x, logits = (random(tokens, size, seed=size).to(DEVICE, dtype) for size in (128, 4))
+        terms = []
+        for own in (range(4), range(1), range(1, 4)):
+            gate_up, down = (low_bit.pack(each[own.start : own.stop], DEVICE) for each in experts)
+            routing = route(logits, 2, True, own=own, pdl=pdl)
+            terms.append(low_bit.low_bit_moe(x, routing, gate_up, down, "silu", pdl=pdl))
+        want, *others = terms
+        torch.testing.assert_close(sum(others), want, rtol=0, atol=(2e-2 if CUDA else 1e-5) * float(want.abs().max()))
+
+
 def test_layers_multiply_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A linear layer of parts in two formats, and experts, as layers with what the weights stand for."""
     monkeypatch.setattr(launch, "supports_pdl", lambda device: False)

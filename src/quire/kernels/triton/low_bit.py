@@ -455,9 +455,9 @@ def low_bit_moe(
     between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
-        tile = choose_tile(cdiv(pairs, experts), x, weight, kind is not None, deterministic)
+        tile = choose_tile(cdiv(int(pairs * routing.share), experts), x, weight, kind is not None, deterministic)
         _launch(source, weight, bias, routing.weights, target, routing, tokens, tile, kind, pdl)
-    return sum_experts(parts, top, x.dtype, pdl)
+    return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
 
 
 def _launch(
