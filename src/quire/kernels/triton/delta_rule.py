@@ -120,10 +120,19 @@ def _delta_rule(
 
 
 @triton.jit
-def _split(x, like):
-    """Return (x rounded to the type of `like`, the rest in this type)."""
-    high = x.to(like.dtype)
-    return high, (x - high.to(tl.float32)).to(like.dtype)
+def _computed_once(x):
+    """Return x. The compiler would compute a short vector again in each layout in which it is used, in some of which a
+    thread has half of it; what it does not repeat is a scan, here of one number each."""
+    return tl.reshape(tl.cumsum(x[:, None], axis=1), x.shape)
+
+
+@triton.jit
+def _split(x, KIND: tl.constexpr):
+    """Return (x, fp32, cut off to a type of 16 bits, the rest rounded to it). Cut off in fp32, since two numbers are
+    converted by one instruction if only their converted values are used."""
+    MASK: tl.constexpr = -(1 << 16) if tl.bfloat16 == KIND else -(1 << 13)
+    high = (x.to(tl.int32, bitcast=True) & MASK).to(tl.float32, bitcast=True)
+    return high.to(KIND), (x - high).to(KIND)
 
 
 @triton.jit
@@ -131,7 +140,7 @@ def _dot(a, b):
     """Return a b, both fp32 if a is, else a in 16 bits and b, fp32, as two numbers of 16 bits."""
     if a.dtype == tl.float32:
         return tl.dot(a, b, input_precision=FP32)
-    high, low = _split(b, a)
+    high, low = _split(b, a.dtype)
     return tl.dot(a, high, tl.dot(a, low))
 
 
@@ -146,8 +155,8 @@ def _dot_fp32(a, b, WIDE: tl.constexpr):
     """Return a b of numbers in fp32, if not WIDE as sums of two in bf16 each, with an error of 2^-16."""
     if WIDE:
         return tl.dot(a, b, input_precision=FP32)
-    a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
-    a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
+    a_high, a_low = _split(a, tl.bfloat16)
+    b_high, b_low = _split(b, tl.bfloat16)
     return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
 
 
@@ -223,6 +232,7 @@ def _solve_chunks(
     a = tl.load(ba + t * ba_stride + HEADS + head, mask=there, other=0.0).to(tl.float32)
     rate = tl.where(there, 1.0 / (1.0 + tl.exp2(-b * LOG2E)), 0.0)
     some = tl.where(there, tl.load(A + head) * LOG2E * softplus(a + tl.load(dt_bias + head)), 0.0)
+    rate, some = _computed_once(rate), _computed_once(some)
     of_q = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1) + EPS) * scale
     of_k = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1) + EPS)
     # Sums from each token (the columns) to each later one. Differences of sums from the chunk's start would lose small
@@ -238,9 +248,11 @@ def _solve_chunks(
     of_head = head.to(tl.int64) * num_tokens + t
     place = matrices + of_head[:, None] * CHUNK + i[None, :]
     tl.store(place, pairs.to(q.dtype), mask=there[:, None])
-    high, low = _split(inverse, q)
-    tl.store(place + size * CHUNK, high, mask=there[:, None])
-    if not WIDE:
+    if WIDE:
+        tl.store(place + size * CHUNK, inverse, mask=there[:, None])
+    else:
+        high, low = _split(inverse, q.dtype)
+        tl.store(place + size * CHUNK, high, mask=there[:, None])
         tl.store(place + 2 * size * CHUNK, low, mask=there[:, None])
     place = factors + of_head
     tl.store(place, since * of_k, mask=there)
