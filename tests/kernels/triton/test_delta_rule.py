@@ -227,8 +227,10 @@ def test_chunks_of_rows_of_all_lengths(start: int, length: int, monkeypatch: pyt
         ([(63, 130), (0, 65)], Shape(2, 6, 12, 10, 64)),
         ([(0, 70)], Shape(1, 2, 40, 66, 192)),  # more columns than a program has
         ([(0, 700), (5, 3)], Shape(1, 1, 16, 16, 512)),
-        ([(1, 100), (2, 1)], Shape(run=96)),  # chunks cross the ends of runs, so tokens are taken one at a time
-        ([(1, 100), (2, 1)], Shape(run=32)),
+        ([(1, 200), (95, 66), (96, 65), (2, 1)], Shape(run=96)),  # runs end in chunks
+        ([(1, 70), (31, 98), (32, 65)], Shape(run=16)),
+        ([(39, 90)], Shape(run=20)),
+        ([(1, 70)], Shape(run=8)),  # too short for chunks
     ],
 )
 def test_prompts(rows: list[tuple[int, int]], shape: Shape, name: str) -> None:

@@ -7,8 +7,8 @@ heads and columns are parallel. Sums are over the rows of a state, so columns ar
 products: `_solve_chunks` computes in parallel what does not depend on states, above all the inverse of each chunk's
 triangular system (see kernels.delta_rule._run_chunk), and `_scan_chunks` goes from chunk to chunk.
 
-Chunks begin at positions that are multiples of CHUNK. So a run ends where a chunk ends, and a row that is cut into
-steps at such positions is computed from the same chunks.
+Chunks begin at positions that are multiples of CHUNK, so a row that is cut into steps at such positions is computed
+from the same chunks, and most runs end where a chunk does.
 
 Products of the chunks with inputs in 16 bits: queries and keys are used as they are, without error; their lengths,
 decays and rates are multiplied into the other, fp32, factor. That one is the sum of two numbers in 16 bits, with an
@@ -36,6 +36,10 @@ CHUNK = CONV_TILE
 """Tokens of a chunk: those of a tile of a plan."""
 RECURRENT_TOKENS = CHUNK
 """The most tokens of a row that are computed one at a time."""
+MIN_RUN = 16
+"""The least tokens of a run for chunks: code is repeated for each run that may end in a chunk."""
+FACTORS = 6
+"""Numbers of each token and head that `_solve_chunks` gives to `_scan_chunks`, besides rows of matrices."""
 SOLVE_WARPS, SOLVE_STAGES = 4, 1
 SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 32, 4, 2
 """Of `_scan_chunks`: a program's columns of a state, its warps, and chunks that are in shared memory at once."""
@@ -206,8 +210,9 @@ def _solve_chunks(
 
     `matrices` [2 or 3, heads, tokens, CHUNK]: pairs of queries and keys that `_scan_chunks` multiplies with the u of
     a chunk; the inverse of the system, its columns times the tokens' rates; and what the latter lacks in 16 bits.
-    `factors` [4, heads, tokens], fp32: of what each token's key and query read from the state before the chunk, of
-    what its key adds to the state after the chunk, and the decay from the chunk's start on."""
+    `factors` [FACTORS, heads, tokens], fp32: of what each token's key and query read from the state before the chunk,
+    and of what its key adds to the state after the chunk; the decay from the chunk's start on; the key's own factor, of
+    length, and the logarithm of the token's decay."""
     KEYS: tl.constexpr = HEADS // SHARED * KEY
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -259,6 +264,8 @@ def _solve_chunks(
     tl.store(place + size, since * of_q, mask=there)
     tl.store(place + 2 * size, until_end * of_k, mask=there)
     tl.store(place + 3 * size, since, mask=there)
+    tl.store(place + 4 * size, of_k, mask=there)
+    tl.store(place + 5 * size, some, mask=there)
 
 
 @fast_launch
@@ -315,8 +322,22 @@ def _scan_chunks(
             u += _dot_rounded(low, left)
         y = query_reads[:, None] * _dot_rounded(q, h) + _dot_rounded(pairs, u)
         tl.store(out + t[:, None] * (HEADS * VALUE) + j[None, :], y.to(out.dtype.element_ty), mask=values)
-        h = last * h + _dot(tl.trans(k), key_adds[:, None] * u)
         end = tl.minimum(begin + CHUNK, length)
+        if RUN % CHUNK:  # states at the ends of runs in the chunk
+            for number in tl.static_range((CHUNK - 1) // RUN + 1):
+                border = ((start + begin) // RUN + number + 1) * RUN - start
+                if (border > 0) & (border < end):
+                    own = factors + of_head + t
+                    of_k = tl.load(own + 4 * size, mask=there, other=0.0)
+                    some = tl.load(own + 5 * size, mask=there & (t < border), other=0.0)
+                    until = tl.sum(tl.where(i[:, None] > i[None, :], some[:, None], 0.0), axis=0)
+                    adds = tl.where(t < border, tl.exp2(until) * of_k, 0.0)
+                    decay = tl.load(factors + 3 * size + of_head + border - 1)
+                    earlier = decay * h + _dot(tl.trans(k), adds[:, None] * u)
+                    page = tl.load(writes + row * width + (start + border - 1) // RUN - start // RUN)
+                    target = states + page * page_stride + cells
+                    tl.store(target, earlier.to(states.dtype.element_ty), mask=mask & (page >= 0))
+        h = last * h + _dot(tl.trans(k), key_adds[:, None] * u)
         if ((start + end) % RUN == 0) | (end == length):
             page = tl.load(writes + row * width + (start + end - 1) // RUN - start // RUN)
             tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask & (page >= 0))
@@ -327,7 +348,7 @@ def gated_delta_rule(
     deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of the gated delta rule, as quire.kernels.delta_rule.gated_delta_rule. Rows of qkv and ba may
-    have any stride. Rows of more than RECURRENT_TOKENS tokens are computed by chunks, if a run is some whole chunks.
+    have any stride. Rows of more than RECURRENT_TOKENS tokens are computed by chunks, if runs are not very short.
     `deterministic`: none are, and with states in fp32 a token's bits depend neither on other rows of the step, nor on
     how its row is cut into steps. pdl: programmatic dependent launch, on GPUs of capability 9 and more."""
     (tokens, numbers), (_, heads, key_dim, value_dim) = qkv.shape, states.shape
@@ -346,7 +367,7 @@ def gated_delta_rule(
     sizes = {"HEADS": heads, "SHARED": heads // key_heads, "KEY": key_dim}
     # A row of more tokens than a tile has several tiles.
     by_chunks = (
-        not deterministic and plan.page_tokens % CHUNK == 0 and tokens > RECURRENT_TOKENS
+        not deterministic and plan.page_tokens >= MIN_RUN and tokens > RECURRENT_TOKENS
         and plan.tiles is not None and (len(plan.tiles) > rows or RECURRENT_TOKENS < CHUNK)
     )  # fmt: skip
     padded = power_of_2(key_dim)
@@ -371,7 +392,7 @@ def _run_chunks(
     assert plan.tiles is not None, "rows of one token have no chunks"
     tokens, heads, value_dim, in_fp32 = len(qkv), sizes["HEADS"], states.shape[3], qkv.dtype == torch.float32
     matrices = torch.empty((2 if in_fp32 else 3, heads, tokens, CHUNK), dtype=qkv.dtype, device=qkv.device)
-    factors = torch.empty((4, heads, tokens), dtype=torch.float32, device=qkv.device)
+    factors = torch.empty((FACTORS, heads, tokens), dtype=torch.float32, device=qkv.device)
     tiles, rows = len(plan.tiles), len(plan.offsets)
     options = {"PADDED": max(power_of_2(sizes["KEY"]), MIN_DOT), "CHUNK": CHUNK, "WIDE": in_fp32, "PDL": pdl}
     _solve_chunks[((tiles + rows) * heads,)](
