@@ -363,7 +363,7 @@ if __name__ == "__main__":
         together()
         sys.exit()
     decode.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
-    for module in (decode, linear, low_bit, fused_moe, delta_rule):
+    for module in (decode, linear, low_bit, fused_moe, delta_rule, ssd):
         module.shared_memory = lambda device: SHARED  # type: ignore[attr-defined]
     launches = watch()
     attend()

@@ -314,7 +314,7 @@ def test_bits_of_prompts_do_not_depend_on_cuts_nor_neighbours(name: str, cuts: t
 
 
 @triton.jit
-def _unsolved(system, SIZE: tl.constexpr, WIDE: tl.constexpr):
+def _unsolved(system, SIZE: tl.constexpr, PRODUCT: tl.constexpr):
     i = tl.arange(0, SIZE)
     return tl.where(i[:, None] == i[None, :], 1.0, 0.0) - system
 

@@ -11,9 +11,8 @@ Chunks begin at positions that are multiples of CHUNK, so a row that is cut into
 from the same chunks, and most runs end where a chunk does.
 
 Products of the chunks with inputs in 16 bits: queries and keys are used as they are, without error; their lengths,
-decays and rates are multiplied into the other, fp32, factor. That one is the sum of two numbers in 16 bits, with an
-error of 2^-16, where an error would stay in the state, and rounded once where it would not: in the sums that only an
-output has. Products of numbers in fp32 are sums of three in TF32, with an error of 2^-21.
+decays and rates are multiplied into the other, fp32, factor. That one is split as in kernels.triton.products where an
+error would stay in the state, and rounded to 16 bits where it would not: in the sums that only an output has.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from quire.kernels.mamba_states import CONV_TILE, StatePlan
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.mamba_scan import LOG2E, silu_gate, softplus
+from quire.kernels.triton.products import computed_once, dot, dot_split, split
 
 STATE_NUMBERS = 1024
 """Numbers of a state that one warp, a program, holds: 32 a thread."""
@@ -45,8 +45,6 @@ SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 32, 4, 2
 """Of `_scan_chunks`: a program's columns of a state, its warps, and chunks that are in shared memory at once."""
 MIN_DOT = 16
 """The least size of a matrix product."""
-FP32 = tl.constexpr("tf32x3")
-"""How numbers in fp32 are multiplied. Other numbers are multiplied without error."""
 
 
 @triton.jit
@@ -124,48 +122,13 @@ def _delta_rule(
 
 
 @triton.jit
-def _computed_once(x):
-    """Return x. The compiler would compute a short vector again in each layout in which it is used, in some of which a
-    thread has half of it; what it does not repeat is a scan, here of one number each."""
-    return tl.reshape(tl.cumsum(x[:, None], axis=1), x.shape)
-
-
-@triton.jit
-def _split(x, KIND: tl.constexpr):
-    """Return (x, fp32, cut off to a type of 16 bits, the rest rounded to it). Cut off in fp32, since two numbers are
-    converted by one instruction if only their converted values are used."""
-    MASK: tl.constexpr = -(1 << 16) if tl.bfloat16 == KIND else -(1 << 13)
-    high = (x.to(tl.int32, bitcast=True) & MASK).to(tl.float32, bitcast=True)
-    return high.to(KIND), (x - high).to(KIND)
-
-
-@triton.jit
-def _dot(a, b):
-    """Return a b, both fp32 if a is, else a in 16 bits and b, fp32, as two numbers of 16 bits."""
-    if a.dtype == tl.float32:
-        return tl.dot(a, b, input_precision=FP32)
-    high, low = _split(b, a.dtype)
-    return tl.dot(a, high, tl.dot(a, low))
-
-
-@triton.jit
 def _dot_rounded(a, b):
     """Return a b, with b rounded to the type of a."""
-    return tl.dot(a, b.to(a.dtype), input_precision=FP32)
+    return dot(a, b.to(a.dtype))
 
 
 @triton.jit
-def _dot_fp32(a, b, WIDE: tl.constexpr):
-    """Return a b of numbers in fp32, if not WIDE as sums of two in bf16 each, with an error of 2^-16."""
-    if WIDE:
-        return tl.dot(a, b, input_precision=FP32)
-    a_high, a_low = _split(a, tl.bfloat16)
-    b_high, b_low = _split(b, tl.bfloat16)
-    return tl.dot(a_high, b_high, tl.dot(a_high, b_low, tl.dot(a_low, b_high)))
-
-
-@triton.jit
-def _invert(system, SIZE: tl.constexpr, WIDE: tl.constexpr):
+def _invert(system, SIZE: tl.constexpr, PRODUCT: tl.constexpr):
     """Return the inverse of a triangular matrix [SIZE, SIZE], the diagonal of which is 1, of the numbers below it in
     `system`, which are 0 elsewhere.
 
@@ -186,12 +149,12 @@ def _invert(system, SIZE: tl.constexpr, WIDE: tl.constexpr):
         inverse -= column[:, :, None] * row[:, None, :]
     blocks = tl.reshape(tl.where(own, inverse[:, :, None, :], 0.0), (SIZE, SIZE))
     outside = tl.reshape(tl.where(own, 0.0, wide), (SIZE, SIZE))
-    n1 = _dot_fp32(blocks, outside, WIDE)
-    n2 = _dot_fp32(n1, n1, WIDE)
+    n1 = dot_split(blocks, outside, PRODUCT)
+    n2 = dot_split(n1, n1, PRODUCT)
     # (1 + N)^-1 = 1 - N + N^2 - N^3
     square = tl.arange(0, SIZE)
     rest = tl.where(square[:, None] == square[None, :], 1.0, 0.0) - n1
-    return _dot_fp32(rest + _dot_fp32(rest, n2, WIDE), blocks, WIDE)
+    return dot_split(rest + dot_split(rest, n2, PRODUCT), blocks, PRODUCT)
 
 
 @fast_launch
@@ -237,7 +200,7 @@ def _solve_chunks(
     a = tl.load(ba + t * ba_stride + HEADS + head, mask=there, other=0.0).to(tl.float32)
     rate = tl.where(there, 1.0 / (1.0 + tl.exp2(-b * LOG2E)), 0.0)
     some = tl.where(there, tl.load(A + head) * LOG2E * softplus(a + tl.load(dt_bias + head)), 0.0)
-    rate, some = _computed_once(rate), _computed_once(some)
+    rate, some = computed_once(rate), computed_once(some)
     of_q = tl.rsqrt(tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1) + EPS) * scale
     of_k = tl.rsqrt(tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1) + EPS)
     # Sums from each token (the columns) to each later one. Differences of sums from the chunk's start would lose small
@@ -246,9 +209,9 @@ def _solve_chunks(
     steps = tl.where(later, some[:, None], 0.0)
     decay = tl.exp2(tl.where(i[:, None] >= i[None, :], tl.cumsum(steps, axis=0), float("-inf"))) * of_k[None, :]
     since, until_end = tl.exp2(tl.cumsum(some, axis=0)), tl.exp2(tl.sum(steps, axis=0))
-    pairs = tl.dot(q, tl.trans(k), input_precision=FP32) * decay * of_q[:, None]
-    system = tl.dot(k, tl.trans(k), input_precision=FP32) * decay * (of_k * rate)[:, None]
-    inverse = _invert(tl.where(later, system, 0.0), CHUNK, WIDE) * rate[None, :]
+    pairs = dot(q, tl.trans(k)) * decay * of_q[:, None]
+    system = dot(k, tl.trans(k)) * decay * (of_k * rate)[:, None]
+    inverse = _invert(tl.where(later, system, 0.0), CHUNK, tl.float32 if WIDE else tl.bfloat16) * rate[None, :]
     size = num_tokens.to(tl.int64) * HEADS
     of_head = head.to(tl.int64) * num_tokens + t
     place = matrices + of_head[:, None] * CHUNK + i[None, :]
@@ -256,7 +219,7 @@ def _solve_chunks(
     if WIDE:
         tl.store(place + size * CHUNK, inverse, mask=there[:, None])
     else:
-        high, low = _split(inverse, q.dtype)
+        high, low = split(inverse, q.dtype)
         tl.store(place + size * CHUNK, high, mask=there[:, None])
         tl.store(place + 2 * size * CHUNK, low, mask=there[:, None])
     place = factors + of_head
@@ -314,8 +277,8 @@ def _scan_chunks(
         query_reads = tl.load(place + size, mask=there, other=0.0)
         key_adds = tl.load(place + 2 * size, mask=there, other=0.0)
         last = tl.load(factors + 3 * size + of_head + tl.minimum(begin + CHUNK, length) - 1)
-        left = v.to(tl.float32) - key_reads[:, None] * _dot(k, h)
-        u = _dot(inverse, left)
+        left = v.to(tl.float32) - key_reads[:, None] * dot(k, h)
+        u = dot(inverse, left)
         if not WIDE:
             low = tl.load(matrices + 2 * size * CHUNK + (of_head + t[:, None]) * CHUNK + i[None, :],
                           mask=there[:, None], other=0.0)  # fmt: skip
@@ -333,11 +296,11 @@ def _scan_chunks(
                     until = tl.sum(tl.where(i[:, None] > i[None, :], some[:, None], 0.0), axis=0)
                     adds = tl.where(t < border, tl.exp2(until) * of_k, 0.0)
                     decay = tl.load(factors + 3 * size + of_head + border - 1)
-                    earlier = decay * h + _dot(tl.trans(k), adds[:, None] * u)
+                    earlier = decay * h + dot(tl.trans(k), adds[:, None] * u)
                     page = tl.load(writes + row * width + (start + border - 1) // RUN - start // RUN)
                     target = states + page * page_stride + cells
                     tl.store(target, earlier.to(states.dtype.element_ty), mask=mask & (page >= 0))
-        h = last * h + _dot(tl.trans(k), key_adds[:, None] * u)
+        h = last * h + dot(tl.trans(k), key_adds[:, None] * u)
         if ((start + end) % RUN == 0) | (end == length):
             page = tl.load(writes + row * width + (start + end - 1) // RUN - start // RUN)
             tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask & (page >= 0))
