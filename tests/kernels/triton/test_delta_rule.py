@@ -261,6 +261,7 @@ def test_prompts_equal_transformers(length: int, monkeypatch: pytest.MonkeyPatch
     keys = key_heads * key_dim
     parts = zip(made.qkv.split((keys, keys, heads * value_dim), dim=1), (key_dim, key_dim, value_dim))
     q, k, v = (x.unflatten(1, (-1, dim))[None] for x, dim in parts)
+    q, k = (x.repeat_interleave(heads // key_heads, dim=2) for x in (q, k))  # not all versions repeat them
     b, a = made.ba.chunk(2, dim=1)
     g, page = made.A * F.softplus(a + made.dt_bias), made.page(0, 127)
     want, state = qwen3_next.torch_chunk_gated_delta_rule(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quire.kernels.delta_rule import L2_EPS
 from quire.kernels.mamba_states import CONV_TILE, StatePlan
+from quire.kernels.triton.decode import multiprocessors
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.mamba_scan import LOG2E, silu_gate, softplus
@@ -34,15 +35,22 @@ STATE_NUMBERS = 1024
 EPS = tl.constexpr(L2_EPS)
 CHUNK = CONV_TILE
 """Tokens of a chunk: those of a tile of a plan."""
-RECURRENT_TOKENS = CHUNK
-"""The most tokens of a row that are computed one at a time."""
+RECURRENT_TOKENS = 32
+"""The most tokens of a row that are computed one at a time, in a step that surely has a longer row: a row of 16 takes
+12 us one at a time, of 32 20 us, of 64 38 us, and by chunks 16 to 17 us (H200). In other steps, as those that verify a
+few tokens of each row, the kernels of chunks would cost launches of which all programs end at once."""
 MIN_RUN = 16
 """The least tokens of a run for chunks: code is repeated for each run that may end in a chunk."""
 FACTORS = 6
 """Numbers of each token and head that `_solve_chunks` gives to `_scan_chunks`, besides rows of matrices."""
 SOLVE_WARPS, SOLVE_STAGES = 4, 1
-SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 32, 4, 2
-"""Of `_scan_chunks`: a program's columns of a state, its warps, and chunks that are in shared memory at once."""
+SCAN_WARPS = 4
+FEW_PROGRAMS, MANY_PROGRAMS = (32, 2), (64, 1)
+"""Of `_scan_chunks`: a program's columns of a state, and chunks that are in shared memory at once. Many programs wait
+for one another, so fewer ones that do more each are faster: of 8 rows of 1024 tokens 235 us instead of 392 us (H200,
+bf16), but of one row of 8192 tokens 667 us instead of 390 us."""
+MANY = 2
+"""Programs of the columns of FEW_PROGRAMS are many if they are more than this times the multiprocessors."""
 MIN_DOT = 16
 """The least size of a matrix product."""
 
@@ -328,10 +336,10 @@ def gated_delta_rule(
     if not rows:
         return out
     sizes = {"HEADS": heads, "SHARED": heads // key_heads, "KEY": key_dim}
-    # A row of more tokens than a tile has several tiles.
+    # A row of more tokens than a tile has several tiles. Lengths are not known here, but their mean is.
     by_chunks = (
-        not deterministic and plan.page_tokens >= MIN_RUN and tokens > RECURRENT_TOKENS
-        and plan.tiles is not None and (len(plan.tiles) > rows or RECURRENT_TOKENS < CHUNK)
+        not deterministic and plan.page_tokens >= MIN_RUN and plan.tiles is not None
+        and (len(plan.tiles) > rows or tokens > rows * RECURRENT_TOKENS)
     )  # fmt: skip
     padded = power_of_2(key_dim)
     block = min(power_of_2(value_dim), max(1, STATE_NUMBERS // padded))
@@ -363,10 +371,13 @@ def _run_chunks(
         qkv.stride(0), ba.stride(0), RECURRENT_TOKENS, scale, **sizes, **options, num_warps=SOLVE_WARPS,
         num_stages=SOLVE_STAGES, launch_pdl=pdl,
     )  # fmt: skip
-    block = min(max(power_of_2(value_dim), MIN_DOT), SCAN_COLUMNS)
+    columns, stages = FEW_PROGRAMS
+    if not in_fp32 and rows * heads * cdiv(value_dim, columns) > MANY * multiprocessors(qkv.device):
+        columns, stages = MANY_PROGRAMS
+    block = min(max(power_of_2(value_dim), MIN_DOT), columns)
     blocks, padded = cdiv(value_dim, block), options["PADDED"]
     of_chunk = CHUNK * (2 * padded + block + len(matrices) * CHUNK) * qkv.element_size()
-    stages = min(SCAN_STAGES, (shared_memory(qkv.device) - 4 * padded * block) // of_chunk)
+    stages = min(stages, (shared_memory(qkv.device) - 4 * padded * block) // of_chunk)
     _scan_chunks[(rows * heads * blocks,)](
         qkv, matrices, factors, out, states, plan.offsets, plan.lengths, plan.starts, plan.read_pages,
         plan.write_pages, tokens, qkv.stride(0), states.stride(0), plan.write_pages.stride(0), RECURRENT_TOKENS,
