@@ -45,12 +45,15 @@ FACTORS = 6
 """Numbers of each token and head that `_solve_chunks` gives to `_scan_chunks`, besides rows of matrices."""
 SOLVE_WARPS, SOLVE_STAGES = 4, 1
 SCAN_WARPS = 4
-FEW_PROGRAMS, MANY_PROGRAMS = (32, 2), (64, 1)
-"""Of `_scan_chunks`: a program's columns of a state, and chunks that are in shared memory at once. Many programs wait
-for one another, so fewer ones that do more each are faster: of 8 rows of 1024 tokens 235 us instead of 392 us (H200,
-bf16), but of one row of 8192 tokens 667 us instead of 390 us."""
+FP32_SCAN, FEW_PROGRAMS, MANY_PROGRAMS = (32, 2), (64, 2), (64, 1)
+"""Of `_scan_chunks`: a program's columns of a state, and the most chunks that are in shared memory at once.
+
+One program with its next chunk in shared memory is faster, many without: one row of 8192 tokens 487 instead of 667 us,
+64 rows of 128 tokens 325 instead of 281 us (H200, bf16). Not 32 columns in 16 bits, though one row takes 390 us then:
+ptxas 12.8, which Triton 3.6 and 3.7 use for Hopper, computes wrong addresses of operands in shared memory in some such
+kernels. Results are wrong then, or the access is illegal. (12.9 and 13.1 translate the same PTX right.)"""
 MANY = 2
-"""Programs of the columns of FEW_PROGRAMS are many if they are more than this times the multiprocessors."""
+"""Programs are many if they are more than this times the multiprocessors."""
 MIN_DOT = 16
 """The least size of a matrix product."""
 
@@ -371,10 +374,9 @@ def _run_chunks(
         qkv.stride(0), ba.stride(0), RECURRENT_TOKENS, scale, **sizes, **options, num_warps=SOLVE_WARPS,
         num_stages=SOLVE_STAGES, launch_pdl=pdl,
     )  # fmt: skip
-    columns, stages = FEW_PROGRAMS
-    if not in_fp32 and rows * heads * cdiv(value_dim, columns) > MANY * multiprocessors(qkv.device):
-        columns, stages = MANY_PROGRAMS
-    block = min(max(power_of_2(value_dim), MIN_DOT), columns)
+    block, stages = FP32_SCAN if in_fp32 else FEW_PROGRAMS
+    if not in_fp32 and rows * heads * cdiv(value_dim, block) > MANY * multiprocessors(qkv.device):
+        block, stages = MANY_PROGRAMS
     blocks, padded = cdiv(value_dim, block), options["PADDED"]
     of_chunk = CHUNK * (2 * padded + block + len(matrices) * CHUNK) * qkv.element_size()
     stages = min(stages, (shared_memory(qkv.device) - 4 * padded * block) // of_chunk)
