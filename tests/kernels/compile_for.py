@@ -224,13 +224,14 @@ def heads_with_states() -> None:
 
 
 def delta_rules() -> None:
-    """Qwen3-Next's, and in a narrow shape."""
+    """Qwen3-Next's, and in a narrow shape; of single tokens and of prompts."""
     for keys, heads, key_dim, value_dim, ssm in ((16, 32, 128, 128, torch.float32), (3, 3, 40, 24, DTYPE)):
         states, wide, values = zeros(4, heads, key_dim, value_dim, dtype=ssm), torch.zeros(heads), heads * value_dim
-        both = zeros(4, 2 * keys * key_dim + 2 * values)
-        plan = StatePlan(*ints(4, 4), ints(4, 2), 512)
-        delta_rule.gated_delta_rule(both[:, :-values], zeros(4, 2 * heads), wide, wide, states, plan, pdl=PDL)
-        delta_rule.gated_norm(zeros(4, values), both[:, -values:], zeros(value_dim), 1e-6, pdl=PDL)
+        both = zeros(128, 2 * keys * key_dim + 2 * values)
+        for some in (None, zeros(6, 2, dtype=torch.int32)):
+            plan = StatePlan(*ints(4, 4), ints(4, 2), 512, some)
+            delta_rule.gated_delta_rule(both[:, :-values], zeros(128, 2 * heads), wide, wide, states, plan, pdl=PDL)
+        delta_rule.gated_norm(zeros(4, values), both[:4, -values:], zeros(value_dim), 1e-6, pdl=PDL)
 
 
 def mixtures() -> None:
@@ -366,7 +367,7 @@ if __name__ == "__main__":
         together()
         sys.exit()
     decode.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
-    for module in (decode, linear, low_bit, fused_moe):
+    for module in (decode, linear, low_bit, fused_moe, delta_rule, ssd):
         module.shared_memory = lambda device: SHARED  # type: ignore[attr-defined]
     launches = watch()
     attend()
