@@ -160,7 +160,7 @@ class SparseMLP(nn.Module):
         assert self.route_kernel is not None, "prepare() chooses both"
         assert self.experts_kernel is not None, "prepare() chooses both"
         gate_up, down, *scales = weights
-        listed = len(x) > 1 or self.deterministic or self.low_bit is not None
+        listed = len(x) > 1 or self.deterministic
         logits, scale = self.router(router_input), self.expert_scale
         routing = self.route_kernel(logits, self.top_k, self.renormalize, listed, scale, self.own, pdl=self.pdl)
         return self.experts_kernel(

@@ -314,9 +314,9 @@ def _product(
     EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair. `lines`: the
-    weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the
-    steps: out [rows, SPLITS, size]."""
+    """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair. Without `counts`
+    `pairs` are the experts of one token. `lines`: the weight's rows. UNROLL divides the steps of a row. With SPLITS a
+    program takes some of the steps: out [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -327,6 +327,10 @@ def _product(
     if EXPERTS == 0:
         pair, expert = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), 0
         real = pair < tokens
+    elif counts is None:  # one token: each of its pairs is a tile
+        rank = tl.arange(0, BLOCK_M)
+        expert, pair, real = tl.load(pairs + tile).to(tl.int32), tile.to(tl.int64) + rank, rank == 0
+        expert = tl.where(expert < 0, EXPERTS, expert)
     else:
         expert, pair, real = find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
     if expert < EXPERTS or EXPERTS == 0:
@@ -447,35 +451,39 @@ def low_bit_moe(
     biases: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """As `fused_moe`, with stacked weights of experts: gate_up [experts * 2 * inner, hidden], down [experts * hidden,
-    inner]. `routing` has lists."""
-    assert routing.counts is not None, "the products need lists"
-    (tokens, hidden), top, experts = x.shape, routing.expert_ids.shape[1], len(routing.counts)
+    inner]."""
+    (tokens, hidden), top = x.shape, routing.expert_ids.shape[1]
+    experts = down.rows // hidden
+    assert routing.counts is not None or tokens == 1, "several tokens need lists"
     assert x.stride(1) == 1, "rows are contiguous"
     pairs, inner = tokens * top, down.columns
     between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
         tile = choose_tile(cdiv(int(pairs * routing.share), experts), x, weight, kind is not None, deterministic)
-        _launch(source, weight, bias, routing.weights, target, routing, tokens, tile, kind, pdl)
+        _launch(source, weight, bias, routing.weights, target, routing, tokens, tile, kind, pdl, experts=experts)
     return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
 
 
 def _launch(
     x: Tensor, weight: LowBitMatrix, bias: Tensor | None, shares: Tensor, out: Tensor, routing: Routing | None,
-    tokens: int, tile: ExpertTile, kind: str | None, pdl: bool, splits: int = 1,
+    tokens: int, tile: ExpertTile, kind: str | None, pdl: bool, splits: int = 1, experts: int = 0,
 ) -> None:  # fmt: skip
-    experts = 0 if routing is None or routing.counts is None else len(routing.counts)
+    counts = pairs = out  # of no use to a linear layer
     top = 1 if routing is None else routing.expert_ids.shape[1]
+    if routing is not None:
+        counts, pairs = routing.counts, routing.expert_ids if routing.pairs is None else routing.pairs
     size, columns = out.shape[1], 16 // weight.bits * GPU_WIDTH
     steps, unroll = len(weight.codes), max(tile.depth // columns, 1)
     while steps % unroll:
         unroll //= 2
-    tiles = min(len(out), len(out) // tile.pairs + experts) if experts else cdiv(tokens, tile.pairs)
+    tiles = cdiv(tokens, tile.pairs)
+    if experts:
+        tiles = top if counts is None else min(len(out), len(out) // tile.pairs + experts)
     options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
     _product[(tiles * cdiv(size, tile.columns), splits)](
         x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
-        out if routing is None else routing.counts, out if routing is None else routing.pairs, tokens, tiles,
-        x.stride(0), size, weight.rows, weight.columns,
+        counts, pairs, tokens, tiles, x.stride(0), size, weight.rows, weight.columns,
         EXPERTS=experts, PADDED=power_of_2(max(experts, 1)), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
         UNROLL=unroll, SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind,
         EVEN=weight.columns % columns == 0, KIND=kind, BIAS=bias is not None, STAGES=tile.stages, SPLITS=splits,
