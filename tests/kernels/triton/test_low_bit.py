@@ -97,8 +97,10 @@ def test_mxfp4_is_exact() -> None:
 
 @TYPES
 @NAMES
-def test_linear(name: str, dtype: torch.dtype) -> None:
-    """Of one row, some, and so many that the weight is expanded; with a bias, an activation, and strided rows."""
+def test_linear(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row, some, and so many that the weight is expanded, by pieces; with a bias, an activation, and strided
+    rows."""
+    monkeypatch.setattr(low_bit, "EXPANDED_NUMBERS", 256 * 50)
     weight = weights(72, 256, name)
     packed, full = low_bit.pack([weight], DEVICE), weight.dequantize().to(DEVICE).double()
     bias = random(72, seed=5).to(DEVICE, dtype)

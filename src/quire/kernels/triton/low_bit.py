@@ -31,6 +31,8 @@ WIDTH = tl.constexpr(GPU_WIDTH)
 """The columns of a part of a step (see LowBitMatrix): those of one matrix product."""
 EXPANDED_ROWS = 64
 """Rows of a weight that a program expands."""
+EXPANDED_NUMBERS = 1 << 25
+"""The most numbers of a weight that are expanded at once."""
 MAX_FUSED_ROWS = 128
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
 MAX_SPLITS, SPLIT_PROGRAMS = 8, 1024
@@ -368,13 +370,13 @@ def _product(
 @fast_launch
 @triton.jit
 def _expand(
-    codes, scales, out, lines, depth,
+    codes, scales, out, lines, first_line, end_line, depth,
     BLOCK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store the numbers of BLOCK rows of a step."""
+    """Store the numbers of BLOCK rows of a step, of the rows from `first_line` to `end_line`."""
     PARTS: tl.constexpr = 16 // BITS
     step, k = tl.program_id(1), tl.arange(0, WIDTH)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n = first_line + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     line = tl.minimum(n, lines - 1).to(tl.int64)
     h = tl.load(codes + (line + step * lines)[:, None] * WIDTH + k[None, :])
     if PDL:
@@ -384,16 +386,18 @@ def _expand(
         first = (step * PARTS + part) * WIDTH
         scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, False)
         numbers = _expand_part(h, scale, shift, out.dtype.element_ty, part, BITS, SCALES)
-        place = out + line[:, None] * depth + (first + k)[None, :]
-        tl.store(place, numbers, mask=(n < lines)[:, None] & (first + k < depth)[None, :])
+        place = out + (line - first_line)[:, None] * depth + (first + k)[None, :]
+        tl.store(place, numbers, mask=(n < end_line)[:, None] & (first + k < depth)[None, :])
 
 
-def expand(weight: LowBitMatrix, dtype: torch.dtype, *, pdl: bool = False) -> Tensor:
-    """Return the numbers of a weight, [rows, columns]."""
-    steps, rows, _ = weight.codes.shape
-    out = torch.empty(rows, weight.columns, dtype=dtype, device=weight.codes.device)
-    _expand[(cdiv(rows, EXPANDED_ROWS), steps)](
-        weight.codes, weight.scales, out, rows, weight.columns,
+def expand(
+    weight: LowBitMatrix, dtype: torch.dtype, start: int = 0, stop: int | None = None, *, pdl: bool = False
+) -> Tensor:
+    """Return the numbers of a weight, [rows, columns], or of its rows from `start` to `stop`."""
+    stop = weight.rows if stop is None else min(stop, weight.rows)
+    out = torch.empty(stop - start, weight.columns, dtype=dtype, device=weight.codes.device)
+    _expand[(cdiv(stop - start, EXPANDED_ROWS), len(weight.codes))](
+        weight.codes, weight.scales, out, weight.rows, start, stop, weight.columns,
         BLOCK=EXPANDED_ROWS, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip
@@ -412,7 +416,13 @@ def low_bit_linear(
     assert x.stride(1) == 1, "rows are contiguous"
     kind = None if activation is None else ACTIVATIONS[activation]
     if rows > MAX_FUSED_ROWS and not deterministic:
-        out = F.linear(x, expand(weight, x.dtype, pdl=pdl), bias)
+        out, step = x.new_empty(rows, size), max(EXPANDED_NUMBERS // weight.columns, 1)
+        for start in range(0, size, step):
+            numbers, part = expand(weight, x.dtype, start, start + step, pdl=pdl), out[:, start : start + step]
+            if bias is None:
+                torch.mm(x, numbers.T, out=part)
+            else:
+                torch.addmm(bias[start : start + step], x, numbers.T, out=part)
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
     size, tile = size if kind is None else size // 2, choose_tile(rows, x, weight, kind is not None, deterministic)
     programs = SPLIT_PROGRAMS * 16 // max(tile.pairs, 16)
