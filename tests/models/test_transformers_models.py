@@ -35,7 +35,7 @@ from quire.cli import main
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.models import ARCHITECTURES, architectures, read_spec, transformers_spec
+from quire.models import ARCHITECTURES, architectures, read_spec, transformers_plan, transformers_spec
 from quire.models.transformers_model import TransformersModel
 from quire.protocol.parallel_layout import Shard
 from quire.protocol.sampling_params import SamplingParams
@@ -114,6 +114,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": LATENT,
 }
 WITHOUT_PLAN = ("bitnet", "diffllama", "hunyuan_v1_dense", "persimmon")  # of layers
+WHOLE_KEYS = (  # on each rank
+    "afmoe", "axk1", "deepseek_v3", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "minimax_m2",
+    "olmo3", "olmoe", "phimoe", "youtu",
+)  # fmt: skip
 THOROUGH = list(FAMILIES)[:3]  # windows beside full layers; latent attention; experts and scales
 CALIBRATION = "h200-llama3-8b"
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -249,6 +253,40 @@ def test_tokens_of_two_ranks_equal_transformers(oracle: Any, family: str) -> Non
     model = oracle(family)
     engine = check_two_ranks(model, model.prompts * 2, max_num_batched_tokens=7)
     assert engine.scheduler.memory.account().sharing.hits > 0
+    config = json.loads((model.folder / "config.json").read_text())
+    whole, part = ({layer.kv_heads for layer in read_spec(config, Shard(0, ranks)).layers} for ranks in (1, 2))
+    assert part == (whole if family in WHOLE_KEYS else {heads // 2 for heads in whole})
+
+
+def add_bias_on_every_rank(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer.add_up(torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def look_up_by_the_last_digits(table: Any, ids: torch.Tensor) -> torch.Tensor:
+    return table.add_up(torch.nn.functional.embedding(ids % 49, table.weight))
+
+
+PLANTED: dict[str, tuple[str, Any, str, Any]] = {
+    "a bias on every rank": ("starcoder2", transformers_plan._SummedLinear, "forward", add_bias_on_every_rank),
+    "no sum": ("starcoder2", transformers_plan._Divided, "add_up", lambda layer, x: x),
+    "every rank's rows": ("starcoder2", transformers_plan._Lookup, "forward", look_up_by_the_last_digits),
+    "gate and up as one": (
+        "granitemoe",
+        transformers_plan.STYLES,
+        "packed_colwise",
+        transformers_plan.STYLES["colwise"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("ranks", "forgotten")
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(oracle: Any, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, place, name, wrong = PLANTED[bug]
+    set_it = monkeypatch.setitem if isinstance(place, dict) else monkeypatch.setattr
+    set_it(place, name, wrong)
+    with pytest.raises(AssertionError, match="answers differ from transformers'"):
+        check_two_ranks(oracle(family))
 
 
 @pytest.mark.usefixtures("ranks")
@@ -579,3 +617,7 @@ def test_the_documentation_names_the_families() -> None:
     _, _, section = text.partition("## Models of transformers\n")
     named = set(re.findall(r"`(\w+)`", section.partition("\n## ")[0]))
     assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES} <= named
+    [ranks] = [part for part in section.split("\n\n") if part.startswith("`--tp N`")]
+    named = set(re.findall(r"`(\w+ForCausalLM)`", ranks))
+    assert named == {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in (*WITHOUT_PLAN, *WHOLE_KEYS)}
+    assert f"Of the {len(FAMILIES)}, {len(FAMILIES) - len(WITHOUT_PLAN)} have such a plan" in ranks
