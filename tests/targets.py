@@ -123,6 +123,7 @@ GATE_CASES = {
     "tests/models/test_shards.py": 4,
     "tests/models/test_transformers_models.py": 3,
     "tests/models/test_transformers_models.py::test_tokens_of_two_ranks": 8,
+    "tests/models/test_transformers_models.py::test_tokens_of_more_ranks": 1,
     "tests/models/test_transformers_models.py::test_a_rank_reads": 2,
     "tests/models/test_transformers_models.py::test_ranks_as_processes": 0,
     "tests/models/test_transformers_models.py::test_preemption": 1,

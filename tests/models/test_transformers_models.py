@@ -235,8 +235,8 @@ def ranks(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_loader, "load_transformers_model", load_alone)
 
 
-def check_two_ranks(model: Any, prompts: list[list[int]] | None = None, **settings: Any) -> Engine:
-    """Compare two ranks' tokens with transformers'."""
+def check_ranks(model: Any, prompts: list[list[int]] | None = None, **settings: Any) -> Engine:
+    """Compare the tokens of ranks, by default two, with transformers'."""
     engine = engine_of(model, **{"tp": 2, "device": "cpu", "page_size": 4, "kv_tokens": 1024, **settings})
     try:
         assert_equal(model, engine, prompts or model.prompts)
@@ -251,7 +251,7 @@ def check_two_ranks(model: Any, prompts: list[list[int]] | None = None, **settin
 def test_tokens_of_two_ranks_equal_transformers(oracle: Any, family: str) -> None:
     """Over chunks, and again over pages that the prefix cache has."""
     model = oracle(family)
-    engine = check_two_ranks(model, model.prompts * 2, max_num_batched_tokens=7)
+    engine = check_ranks(model, model.prompts * 2, max_num_batched_tokens=7)
     assert engine.scheduler.memory.account().sharing.hits > 0
     config = json.loads((model.folder / "config.json").read_text())
     whole, part = ({layer.kv_heads for layer in read_spec(config, Shard(0, ranks)).layers} for ranks in (1, 2))
@@ -286,7 +286,7 @@ def test_planted_bugs_show(oracle: Any, bug: str, monkeypatch: pytest.MonkeyPatc
     set_it = monkeypatch.setitem if isinstance(place, dict) else monkeypatch.setattr
     set_it(place, name, wrong)
     with pytest.raises(AssertionError, match="answers differ from transformers'"):
-        check_two_ranks(oracle(family))
+        check_ranks(oracle(family))
 
 
 @pytest.mark.usefixtures("ranks")
@@ -304,19 +304,26 @@ def test_memories_and_drafts_of_two_ranks(oracle: Any, settings: dict[str, Any])
     model = oracle("cohere2")
     if "speculative_model" in settings:
         settings = settings | {"speculative_model": str(model.folder)}
-    engine = check_two_ranks(model, model.prompts[:2] * 6, **settings)
+    engine = check_ranks(model, model.prompts[:2] * 6, **settings)
     assert (engine.scheduler.num_preemptions > 0) == ("preemption" in settings)
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(("family", "number"), [("gpt_neox", 4), ("granitemoe", 3), ("minicpm3", 4)])
+def test_tokens_of_more_ranks_equal_transformers(oracle: Any, family: str, number: int) -> None:
+    """Of 97 tokens two of four ranks have no rows."""
+    check_ranks(oracle(family), tp=number)
 
 
 @pytest.mark.usefixtures("ranks")
 def test_a_tied_head_is_divided_with_the_embedding(tmp_path: Path) -> None:
     model = SmallOracle("granite", tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    check_two_ranks(model)
+    check_ranks(model)
 
 
 def test_ranks_as_processes(oracle: Any) -> None:
-    check_two_ranks(oracle("granitemoe"))
+    check_ranks(oracle("granitemoe"))
 
 
 @pytest.mark.parametrize("family", ["starcoder2", "deepseek_v3", "gpt_neox", "olmo3"])
