@@ -115,6 +115,7 @@ GATE_CASES = {
     "tests/test_structured.py::test_ranks": 0,
     "tests/test_tapes.py": 1,
     "tests/test_tensor_parallel.py": 1,
+    "tests/test_tensor_parallel.py::test_processes_with_whole_experts": 0,
     "tests/test_tensor_parallel.py::test_ranks_of_a_file_of_blocks_say_what_one_says": 0,
     "tests/test_tensor_parallel.py::test_ranks_that_are_started_anew_say_the_same": 0,
     "tests/test_tensor_parallel.py::test_quantised_ranks_say_what_one_says": 0,

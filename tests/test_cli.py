@@ -115,6 +115,8 @@ def test_flags_become_settings(command: str) -> None:
             given = [flag, str(value)]
         if field.name == "synthetic_acceptance":  # of draft tokens
             given += ["--speculative-method", "ngram"]
+        if field.name == "expert_parallel":  # among ranks
+            given += ["--tp", "2"]
         assert config_from(parse_arguments([command, *given])).flat()[field.name] == value, flag
     assert config_from(parse_arguments([command, "--kv-gib", "1.5"])).kv_gib == 1.5
     override = ["--override-generation-config", '{"temperature": 0.5, "top_k": 3}']

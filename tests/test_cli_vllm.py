@@ -38,6 +38,8 @@ from quire.server.options import ServeOptions
         (["--distributed-executor-backend", "mp", "--tp", "2"], ["--executor", "process", "--tp", "2"]),
         (["--distributed-executor-backend", "uni"], ["--executor", "inline"]),
         (["--distributed-executor-backend", "ray"], ["--executor", "ray"]),
+        (["-tp", "2", "--enable-expert-parallel"], ["--tp", "2", "--expert-parallel"]),
+        (["-tp", "2", "-ep"], ["--tp", "2", "--expert-parallel"]),
         (["--generation-config", "vllm"], ["--no-generation-config"]),
         (["--block-size", "32"], ["--page-size", "32"]),
         (["--swap-space", "2"], ["--swap-gib", "2"]),

@@ -23,7 +23,7 @@ from quire.models.named_configs import named_config
 from quire.models.quantization import FP8_ON_LOAD
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import ModelSpec
-from quire.protocol.parallel_layout import Shard
+from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.startup import memory_plan
 from quire.startup.build import describe_memory_plan
 from quire.startup.memory_plan import GIB, MemoryPlan, plan_memory
@@ -83,6 +83,20 @@ def test_planned_weights_are_those_of_a_ranks_model(name: str, ranks: int) -> No
         eyes = 0 if spec.vision is None else spec.vision.parameters  # whole on each
         assert sum(one.numel() for one in shard.parameters()) == spec.parameters + eyes
         assert eyes == (0 if spec.vision is None else spec_of(name).vision.parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("qwen3-30b-a3b", 4), ("gpt-oss-120b", 8), ("gemma-4-26b-a4b", 2), ("granite-4-h-small", 4), ("jamba-52b", 8)],
+)
+def test_planned_weights_of_ranks_with_whole_experts(name: str, ranks: int) -> None:
+    config, meta = named_config(name), torch.device("meta")
+    plan = said(name, 79, tp=ranks, expert_parallel=True)
+    for part in ParallelLayout(ranks, expert_parallel=True).shards():
+        model: Any = resolve_model_class(config)(config, torch.bfloat16, meta, shard=part)
+        numbers = sum(one.numel() for one in model.parameters())
+        assert numbers == read_spec(config, part).parameters
+        assert plan["model"].startswith(f"{name}: {numbers:,} parameters in bfloat16, on each of {ranks} ranks")
 
 
 def mapped(name: str, ranks: int, kib: int, layout: str = "layer") -> tuple[MemoryPlan, KVCacheConfig]:
@@ -220,7 +234,7 @@ def test_plans_in_the_documents() -> None:
         assert "".join(f"    {line}\n" for line in describe_memory_plan(config_from(args), args.device_gib)) == shown
 
 
-@pytest.mark.parametrize("part", [Shard(1, 4), Shard(0, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("part", [Shard(1, 4), Shard(0, 2, 1, 2), Shard(1, 4, 0, 1, True)], ids=str)
 @pytest.mark.parametrize("name", ["llama3-8b", "jamba-52b", "gemma-2-9b"])
 def test_a_ranks_weights_in_fp8_to_the_byte(name: str, part: Shard) -> None:
     """With their scales; weights that are not quantized have two bytes."""

@@ -192,6 +192,13 @@ def test_logits_of_ranks(saved: Any, case: str, settings: dict[str, Any], ranks:
     check(saved(case), SHORT, 2, tp=ranks, device="cpu", **{"page_size": 4, "max_num_batched_tokens": 24, **settings})
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", ["jamba", "granite hybrid, experts", "qwen3_next", "qwen3_5_moe"])
+def test_logits_of_ranks_with_whole_experts(saved: Any, case: str) -> None:
+    options: dict[str, Any] = {"tp": 2, "expert_parallel": True, "device": "cpu"}
+    check(saved(case), SHORT, 2, page_size=4, max_num_batched_tokens=24, **options)
+
+
 @pytest.mark.share(80)
 @pytest.mark.parametrize("hit", [True, False])
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])

@@ -16,7 +16,7 @@ from quire import LLM
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.protocol.parallel_layout import Shard
+from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.protocol.sampling_params import SamplingParams
 from quire.startup.build import build
 
@@ -80,7 +80,8 @@ def tokens_of(llm: LLM, prompts: Any, params: SamplingParams) -> list[list[int]]
 
 
 def both(folder: Path, tp: int, rounds: int = 2, **settings: Any) -> tuple[Engine, Engine]:
-    theirs = {name: settings.pop(name) for name in ("executor", "on_rank_failure", "pp") if name in settings}
+    own = "executor", "on_rank_failure", "pp", "expert_parallel"
+    theirs = {name: settings.pop(name) for name in own if name in settings}
     one, several = engine_of(folder, **settings), engine_of(folder, tp=tp, **theirs, **settings)
     try:
         for wanted, got in zip(answers(one, rounds), answers(several, rounds), strict=True):
@@ -97,6 +98,28 @@ def test_two_ranks_say_what_one_says(folders: Any, case: str) -> None:
     for engine in (one, several):
         assert (engine.scheduler.num_preemptions > 0) == (case in ("recompute", "swap"))
         assert case != "chunks" or engine.scheduler.memory.account().sharing.hits > 0
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("family", "case", "layout"),
+    [("mixtral", "swap", {"tp": 2}), ("qwen2_moe", "chunks", {"tp": 4}), ("gpt_oss", "recompute", {"tp": 2, "pp": 2})],
+    ids=str,
+)
+def test_ranks_with_whole_experts_say_what_one_says(
+    folders: Any, family: str, case: str, layout: dict[str, int]
+) -> None:
+    """Of six experts, four ranks have two or one."""
+    both(folders(family), **layout, expert_parallel=True, **CASES[case])
+
+
+def test_processes_with_whole_experts(folders: Any) -> None:
+    """With quire's own kernels and packed weights."""
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "rank_timeout": 60}
+    llm, alone = (LLM(str(folders("mixtral")), **SETTINGS, **more) for more in (settings, {}))
+    assert llm.engine.runner.layout == ParallelLayout(2, expert_parallel=True)
+    assert tokens_of(llm, PROMPTS, PARAMS[0]) == tokens_of(alone, PROMPTS, PARAMS[0])
+    llm.close()
 
 
 TINY = Path(__file__).parents[1] / "src" / "quire" / "assets" / "tiny"
@@ -141,6 +164,9 @@ def test_ranks_that_are_started_anew_say_the_same(folders: Any, threads: list[An
     [
         ({"tp": 3}, "--tp is 3, which doesn't divide the model: it has 4 heads.*Use 1, 2 or 4"),
         ({"tp": 2, "executor": "inline"}, "--executor is inline, and --tp is 2"),
+        ({"expert_parallel": True}, "--expert-parallel is given, and --tp is 1: experts are.*Give a --tp of 2 or more"),
+        ({"pp": 2, "expert_parallel": True}, "--expert-parallel is given, and --tp is 1"),
+        ({"tp": 2, "expert_parallel": True}, "--expert-parallel is given, and .* has no experts. Leave it out"),
         ({"pp": 3}, "--pp is 3, and the model has 2 layers. Use 2 or less"),
         ({"pp": 2, "executor": "inline"}, "--executor is inline, and --pp is 2"),
         ({"tp": 8, "pp": 8}, "--tp is 8 and --pp 8: 64 ranks. At most 63"),

@@ -20,7 +20,8 @@ PATIENCE = 120.0  # seconds
 class Meeting:
     """Where so many ranks meet."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, expert_parallel: bool = False) -> None:
+        self.expert_parallel = expert_parallel
         self.barrier = Barrier(ranks, timeout=PATIENCE)
         self.given: list[Tensor] = [torch.empty(0)] * ranks
 
@@ -30,7 +31,7 @@ class Meeting:
 
         def one(rank: int) -> T:
             try:
-                return work(ThreadExchange(self, Shard(rank, ranks)))
+                return work(ThreadExchange(self, Shard(rank, ranks, expert_parallel=self.expert_parallel)))
             except BaseException:
                 self.barrier.abort()
                 raise

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from quire.errors import StartupError
 from quire.protocol.device_params import DEVICE_NUMBERS
 from quire.protocol.kv_cache_config import VISION_CACHES
-from quire.protocol.parallel_layout import MAX_RANKS
+from quire.protocol.parallel_layout import MAX_RANKS, ParallelLayout
 from quire.protocol.sampling_params import POOLINGS
 
 RESERVED_MEMORIES = ("orca-oracle", "orca-pow2", "orca-max", "ft")
@@ -223,9 +223,10 @@ class EngineConfig:
     Scheduling: `max_num_batched_tokens` includes chunks of prompts; it and `max_num_seqs` depend on the device if None
     (DEFAULT_BATCH_LIMITS, `with_device_defaults`). `depth` None is the runner's default.
 
-    Ranks: `tp` ranks divide each layer, `pp` stages of as many ranks each divide the layers (quire.distributed);
-    `kv_gib` and `swap_gib` are sums over all ranks. A `ray_address` of "" is RAY_ADDRESS, else a new cluster. After a
-    failure, quire.core.recovery restarts ranks. `log_plans` is a file of quire.protocol.plan_log.
+    Ranks: `tp` ranks divide each layer, with `expert_parallel` by whole experts; `pp` stages of as many ranks each
+    divide the layers (quire.distributed); `kv_gib` and `swap_gib` are sums over all ranks. A `ray_address` of "" is
+    RAY_ADDRESS, else a new cluster. After a failure, quire.core.recovery restarts ranks. `log_plans` is a file of
+    quire.protocol.plan_log.
     """
 
     model: str = ""
@@ -340,6 +341,11 @@ class EngineConfig:
         bounds=(1, MAX_RANKS),
         aliases=("-pp", "--pipeline-parallel-size"),
     )
+    expert_parallel: bool = advanced(
+        False,
+        "divide the experts among the ranks of --tp: each has whole ones, not columns of every expert",
+        aliases=("-ep", "--enable-expert-parallel"),
+    )
     executor: str = advanced(
         "auto",
         "where the model runs: inline: in the engine's process; process: a process per rank; ray: processes "
@@ -410,6 +416,11 @@ class EngineConfig:
             name, value = ("tp", self.tp) if self.tp > 1 else ("pp", self.pp)
             raise StartupError(
                 f"--executor is inline, and --{name} is {value}: each rank is a process", "Use --executor process"
+            )
+        if self.expert_parallel and self.tp == 1:
+            raise StartupError(
+                "--expert-parallel is given, and --tp is 1: experts are divided among the ranks of --tp",
+                "Give a --tp of 2 or more, or leave it out",
             )
         if self.on_rank_failure == "restart" and self.log_plans:
             raise StartupError("--on-rank-failure is restart, and --log-plans is given: a log is of one start of ranks",
@@ -532,6 +543,11 @@ class EngineConfig:
         """Return the settings of one rank: its share of the sums over all ranks."""
         kv_gib = None if self.kv_gib is None else self.kv_gib / self.world_size
         return replace(self, kv_gib=kv_gib, swap_gib=self.swap_gib / self.world_size)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How ranks divide the model."""
+        return ParallelLayout(self.tp, self.pp, self.expert_parallel)
 
     @property
     def world_size(self) -> int:

@@ -96,6 +96,15 @@ def test_two_stages_say_what_one_says(folder: Path, settings: dict[str, Any]) ->
     compared(generate_all(folder, **settings), generate_all(folder, pp=2, **settings), spared=0)
 
 
+@pytest.mark.parametrize("settings", [{}, {"deterministic": True}, {"cuda_graphs": False}], ids=str)
+def test_ranks_with_whole_experts_say_what_one_says(settings: dict[str, Any], tmp_path: Path) -> None:
+    experts = {"num_experts": 15, "num_experts_per_tok": 4, "moe_intermediate_size": 328, "head_dim": 128}
+    config = {**named_config("qwen3-30b-a3b"), **SHAPE, **experts, "hidden_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    two = generate_all(tmp_path, tp=2, expert_parallel=True, **settings)
+    compared(generate_all(tmp_path, **settings), two, spared=2)
+
+
 class NodesOfTwoHosts(LocalNodes):
     """Agents that NCCL takes for two hosts, so that it connects ranks that share a GPU: through its sockets, without
     NVLink."""

@@ -224,17 +224,19 @@ def heads_with_states() -> None:
 
 
 def delta_rules() -> None:
-    """Qwen3-Next's, and in a narrow shape."""
+    """Qwen3-Next's, and in a narrow shape; of single tokens and of prompts."""
     for keys, heads, key_dim, value_dim, ssm in ((16, 32, 128, 128, torch.float32), (3, 3, 40, 24, DTYPE)):
         states, wide, values = zeros(4, heads, key_dim, value_dim, dtype=ssm), torch.zeros(heads), heads * value_dim
-        both = zeros(4, 2 * keys * key_dim + 2 * values)
-        plan = StatePlan(*ints(4, 4), ints(4, 2), 512)
-        delta_rule.gated_delta_rule(both[:, :-values], zeros(4, 2 * heads), wide, wide, states, plan, pdl=PDL)
-        delta_rule.gated_norm(zeros(4, values), both[:, -values:], zeros(value_dim), 1e-6, pdl=PDL)
+        both = zeros(128, 2 * keys * key_dim + 2 * values)
+        for some in (None, zeros(6, 2, dtype=torch.int32)):
+            plan = StatePlan(*ints(4, 4), ints(4, 2), 512, some)
+            delta_rule.gated_delta_rule(both[:, :-values], zeros(128, 2 * heads), wide, wide, states, plan, pdl=PDL)
+        delta_rule.gated_norm(zeros(4, values), both[:4, -values:], zeros(value_dim), 1e-6, pdl=PDL)
 
 
 def mixtures() -> None:
-    """Of one token, of a batch, of prompts; weights in FP8 too, with scales by row and by group."""
+    """Of one token, of a batch, of prompts; weights in FP8 too, with scales by row and by group; of all experts, and of
+    one rank's."""
     shapes, half = ((16, 2 * 1024, 4096), (16, 4096, 1024)), (None, None)
     kinds = [([torch.empty(shape, dtype=DTYPE) for shape in shapes], half)]
     for group in (4096, 128) if CAPABILITY >= 89 else ():
@@ -246,21 +248,24 @@ def mixtures() -> None:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
         biases = zeros(2 * 1024 * 16), zeros(4096 * 16)
         fused_moe.fused_moe(zeros(tokens, 4096), routing, *kinds[0][0], "clamped_swiglu", biases=biases, pdl=PDL)
+    for tokens in (1, 64):
+        routing = fused_moe.route(zeros(tokens, 32), 2, False, tokens > 1, own=range(16, 32), pdl=PDL)
+        for (gate_up, down), scales in kinds:
+            fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
 
 
 def in_few_bits() -> None:
     """Products with weights in few bits, of linear layers and experts."""
+
+    def made(rows: int, columns: int) -> low_bit.LowBitMatrix:
+        codes = zeros(columns // (4 * low_bit.GPU_WIDTH), rows, low_bit.GPU_WIDTH, dtype=torch.int16)
+        return low_bit.LowBitMatrix(codes, zeros(columns // 128, rows, dtype=torch.int32), "zeros", 4, 128, columns)
+
     for rows, (size, depth) in ((1, (4096, 14336)), (64, (28672, 4096)), (512, (28672, 4096))):
-        codes, scales = zeros(size, depth // 2, dtype=torch.uint8), torch.zeros(size, depth // 128, 2)
-        weight, kind = low_bit.LowBitMatrix(codes, scales, 4, 128), "silu" if size > depth else None
-        low_bit.low_bit_linear(zeros(rows, depth), weight, None, kind, deterministic=rows > 64, pdl=PDL)
-    low_bit.expand(low_bit.LowBitMatrix(codes, scales, 4, 128), DTYPE, pdl=PDL)
-    experts = [
-        (zeros(16 * rows, columns // 2, dtype=torch.uint8), columns) for rows, columns in ((2048, 4096), (4096, 1024))
-    ]
-    matrices = [
-        low_bit.LowBitMatrix(codes, torch.zeros(len(codes), columns // 128, 2), 4, 128) for codes, columns in experts
-    ]
+        kind = "silu" if size > depth else None
+        low_bit.low_bit_linear(zeros(rows, depth), made(size, depth), None, kind, deterministic=rows > 64, pdl=PDL)
+    low_bit.expand(made(28672, 4096), DTYPE, pdl=PDL)
+    matrices = made(16 * 2048, 4096), made(16 * 4096, 1024)
     for tokens in (1, 512):
         routing = fused_moe.route(zeros(tokens, 16), 2, False, pdl=PDL)
         low_bit.low_bit_moe(zeros(tokens, 4096), routing, *matrices, "silu", pdl=PDL)
@@ -362,7 +367,7 @@ if __name__ == "__main__":
         together()
         sys.exit()
     decode.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
-    for module in (decode, linear, low_bit, fused_moe):
+    for module in (decode, linear, low_bit, fused_moe, delta_rule, ssd):
         module.shared_memory = lambda device: SHARED  # type: ignore[attr-defined]
     launches = watch()
     attend()

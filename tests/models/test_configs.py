@@ -65,9 +65,10 @@ def test_declared_parameters_are_those_of_the_tensors(architecture: str, ranks: 
     config = {**named_config(SHAPES.get(architecture, named)), "architectures": [architecture]}
     config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias", "conv_bias"), True)
     config |= {"residual_multiplier": 1.0, "tie_word_embeddings": tied, "text_config": dict(config)}
-    shard = Shard(ranks - 1, ranks)
-    model = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), shard)
-    assert read_spec(config, shard).parameters == sum(parameter.numel() for parameter in model.parameters())
+    for expert_parallel in (False, True)[:ranks]:
+        shard = Shard(ranks - 1, ranks, expert_parallel=expert_parallel)
+        model = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), shard)
+        assert read_spec(config, shard).parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", VISION_LANGUAGE_CONFIGS)

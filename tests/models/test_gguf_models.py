@@ -36,7 +36,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from quire.errors import StartupError
 from quire.models import read_model_config, read_spec, resolve_model_class
 from quire.models.quantization import GGUF_BLOCKS_KEY, LowBitScheme
-from quire.protocol.parallel_layout import Shard
+from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.weights.checkpoint_files import read_config
 from quire.weights.gguf_config import to_hf_config, to_hf_generation_config
 from quire.weights.gguf_file import read_gguf
@@ -215,6 +215,14 @@ def test_experts_of_a_file_in_mxfp4(tmp_path: Path) -> None:
             assert 0.01 < error.mean() < error.max() < 0.26
             experts = packed.layers[layer].experts
             assert getattr(experts, name).weight.is_meta
+    for shard in ParallelLayout(2, expert_parallel=True).shards():
+        part = create_model(config, torch.float32, torch.device("cpu"), LowBitScheme(0, "gguf"), file, shard)
+        load_gguf(part, file, scheme=LowBitScheme(0, "gguf"))
+        for name in ("gate_up", "down"):
+            own = getattr(part.layers[1].experts, name)
+            assert own.weight.is_meta
+            own.dequantize()
+            assert torch.equal(own.weight, numbers[f"layers.1.experts.{name}.weight"].chunk(2)[shard.tp_rank])
     packed.prepare()
     assert packed.layers[0].experts.packed.down.weights[0].form.is_e2m1
     ours.prepare()

@@ -40,6 +40,10 @@ DIVIDED: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm2": ("Llama", {**WIDE, "num_key_value_heads": 4}),
     "internlm2, copied kv heads": ("Llama", WIDE),
 }  # fmt: skip
+EXPERTS = (
+    "mixtral", "gpt_oss", "qwen2_moe, dense layers, normalised", "qwen3_moe", "qwen3_next, attention alone, biased",
+    "gemma4, experts", "gemma4, all",
+)  # fmt: skip
 
 
 def published(case: str, folder: Path) -> torch.Tensor:
@@ -69,7 +73,7 @@ class Outputs(NamedTuple):
     logits: torch.Tensor
 
 
-def together(folder: Path, ranks: int) -> list[Outputs]:
+def together(folder: Path, ranks: int, expert_parallel: bool = False) -> list[Outputs]:
     """What each rank says."""
 
     def work(exchange: ThreadExchange) -> Outputs:
@@ -78,7 +82,7 @@ def together(folder: Path, ranks: int) -> list[Outputs]:
         connect_ranks(model, exchange)
         return run_whole(model, read_spec(read_config(folder), exchange.shard))
 
-    return Meeting(ranks).run(work)
+    return Meeting(ranks, expert_parallel).run(work)
 
 
 def run_whole(model: Any, spec: ModelSpec) -> Outputs:
@@ -115,6 +119,23 @@ def test_ranks_together_say_what_transformers_says(case: str, tmp_path: Path) ->
             assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
             assert spec.heads == read_spec(config).heads // ranks
             assert (spec.vocab_size, spec.hidden) == (read_spec(config).vocab_size, read_spec(config).hidden)
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_ranks_with_whole_experts_say_what_transformers_says(case: str, tmp_path: Path) -> None:
+    """Of six experts, four ranks have two or one."""
+    expected, config = published(case, tmp_path), read_config(tmp_path)
+    for ranks in (2, 4):
+        check(together(tmp_path, ranks, expert_parallel=True), expected)
+        own = []
+        for rank in range(ranks):
+            part = Shard(rank, ranks, expert_parallel=True)
+            model = resolve_model_class(config)(config, torch.float32, torch.device("meta"), part)
+            spec = read_spec(config, part)
+            assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
+            own.append(spec.expert_parameters)
+        assert sum(own) == read_spec(config).expert_parameters
+        assert max(own) == own[0], "a plan is of the first rank"
 
 
 def wrong_heads(part: Shard, queries: int, keys: int) -> Any:
@@ -173,6 +194,18 @@ def test_what_does_not_divide_is_named(name: str, ranks: int, words: str) -> Non
         resolve_model_class(named_config(name))(
             named_config(name), torch.float32, torch.device("meta"), Shard(0, ranks)
         )
+
+
+def test_experts_that_do_not_divide_are_named() -> None:
+    """Their columns may be any number."""
+    config = {**named_config("qwen3-30b-a3b"), "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 769}
+    assert read_spec(config, Shard(0, 4, expert_parallel=True)).expert_parameters == 48 * 3 * 2048 * 769
+    with pytest.raises(StartupError, match="--tp is 8, and --expert-parallel divides 4 experts") as failure:
+        read_spec(config, Shard(0, 8, expert_parallel=True))
+    assert "at most 4" in failure.value.remedy
+    shared = {**named_config("qwen3-next-80b-a3b"), "shared_expert_intermediate_size": 513}
+    with pytest.raises(StartupError, match="shared_expert_intermediate_size 513"):
+        read_spec(shared, Shard(0, 2, expert_parallel=True))
 
 
 def test_norms_over_all_heads_are_not_divided() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,8 @@ def test_ranks_share_out_a_head(kind: str, tmp_path: Path) -> None:
     head.prepare()
     head.attach(target)
     whole = drafted(target, head, read_spec(config), read_spec(full))
-    for ranks in Meeting(2).run(work):
+    layouts = (False, True) if read_spec(full).experts else (False,)
+    for ranks in chain.from_iterable(Meeting(2, expert_parallel).run(work) for expert_parallel in layouts):
         for got, want in zip(ranks, whole, strict=True):
             torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 

@@ -18,7 +18,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quire.errors import StartupError
 from quire.models import read_spec
 from quire.models.quantization import LowBitScheme
-from quire.protocol.parallel_layout import Shard
+from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.weights.checkpoint_files import read_config
 from quire.weights.loader import load_weights
 from quire.weights.low_bit import MXFP4_FORMAT, create_model, quantize
@@ -125,6 +125,26 @@ def test_shards_have_their_own_blocks(ranks: int, tmp_path: Path) -> None:
     assert torch.equal(torch.cat([part.down.weight for part in found], 1), whole.down.weight)
     gates = [part.gate_up.weight.view(4, 2, -1, 64) for part in found]
     assert torch.equal(torch.cat(gates, 2), whole.gate_up.weight.view(4, 2, 96, 64))
+
+
+def test_ranks_with_whole_experts_stay_in_four_bits(tmp_path: Path) -> None:
+    """Also where two ranks can't have columns of whole blocks. A rank reads its own experts alone."""
+    reference("Gpt_Oss", OPTIONS, tmp_path)
+    as_mxfp4(tmp_path)
+    config, scheme, whole = read_config(tmp_path), LowBitScheme(4, "mxfp4"), built(tmp_path, prepare=False)
+    for shard in ParallelLayout(2, expert_parallel=True).shards():
+        model = create_model(config, torch.float32, torch.device("cpu"), scheme, shard=shard)
+        read_bytes = load_weights(model, tmp_path, scheme=scheme).read_bytes
+        ours, theirs = model.layers[0].experts, whole.layers[0].experts
+        for part, every in ((ours.gate_up, theirs.gate_up), (ours.down, theirs.down)):
+            assert part.weight.is_meta
+            part.dequantize()
+            for got, expected in ((part.weight, every.weight), (part.bias, every.bias)):
+                assert torch.equal(got, expected.chunk(2)[shard.tp_rank])
+        spec = read_spec(config, shard)
+        padding = shard.padded_vocab_rows(spec.vocab_size) - len(shard.vocab_range(spec.vocab_size))
+        others = spec.parameters - spec.expert_parameters - 2 * padding * spec.hidden
+        assert read_bytes == 4 * others + spec.expert_parameters * 17 // 32
 
 
 def test_random_weights_in_mxfp4() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_grouped import AWQ, GPTQ, LLAMA, loaded, packed, publish, repack
-from test_slices import CONFIGS, ROUND, assert_slices, converted, with_bits
+from test_slices import CONFIGS, ROUND, assert_slices, built_by, converted, with_bits
 from test_slices import publish as publish_plain
 
 from quire.errors import StartupError
@@ -18,11 +19,12 @@ from quire.layers.linear import Linear
 from quire.layers.moe import SparseMLP
 from quire.models import resolve_model_class
 from quire.models.named_configs import named_config
-from quire.models.quantization import LowBitScheme, resolve_scheme
-from quire.protocol.parallel_layout import Shard
-from quire.weights import low_bit
+from quire.models.quantization import SCHEMES_ON_LOAD, LowBitScheme, resolve_scheme
+from quire.protocol.parallel_layout import ParallelLayout, Shard
+from quire.weights import dummy, low_bit
 from quire.weights.awq_gptq import TENSOR_KINDS, PackedWeight
 from quire.weights.checkpoint_files import read_config
+from quire.weights.dummy import fill_dummy_weights
 from quire.weights.gguf_config import to_hf_config
 from quire.weights.gguf_loader import load_gguf
 from quire.weights.loader import load_weights
@@ -66,7 +68,8 @@ PACKED = r"(feed_forward.*|self_attn.*|mlp.*|in|out)_proj\.weight|experts\.\d+\.
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts(family: str, said: dict[str, Any], tmp_path: Path) -> None:
     """A rank has some columns of every expert, in few bits unless a group's columns may be anywhere; the router stays
-    as it is. Products are those of the weights that the numbers stand for."""
+    as it is. Products are those of the weights that the numbers stand for. Or a rank has whole experts, also where
+    their columns would be no whole groups."""
     config, down = EXPERTS[family]
     publish_plain(config, tmp_path)
     meant = repack(tmp_path, said, PACKED)
@@ -88,6 +91,12 @@ def test_experts(family: str, said: dict[str, Any], tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=told) as failure:
             loaded(tmp_path, part=Shard(0, 4))
         assert failure.value.remedy == "--tp must divide its groups of columns, 2"
+    ranks = 4 if family == "qwen3_moe" else 2
+    shards = assert_slices(lambda part, _: loaded(tmp_path, part=part), ranks, expert_parallel=True)
+    for shard in shards:
+        layer = next(module for module in shard.modules() if isinstance(module, SparseMLP))
+        assert with_bits(layer) == (not said.get("desc_act"))
+    assert sum(shard.read_bytes for shard in shards) < 1.1 * loaded(tmp_path).read_bytes
 
 
 @pytest.mark.parametrize("said", [AWQ, GPTQ, EIGHT, ORDERED], ids=str)
@@ -163,3 +172,25 @@ def test_a_ranks_weights_to_the_byte(asked: str, tmp_path: Path) -> None:
         plain = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), part)
         saved = low_bit.saved_bytes(config, scheme, torch.bfloat16, file, part)
         assert held(model) == sum(weight.nbytes for weight in plain.parameters()) - saved
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+def test_whole_experts_of_few_bits(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read or random, they are slices of all experts, and take the bytes that are planned."""
+    monkeypatch.setattr(dummy, "NOISE_LENGTH", 10_007)
+    config = {**EXPERTS["qwen3_moe"][0], "num_attention_heads": 16, "moe_intermediate_size": 32, "num_experts": 32}
+    scheme, shards = SCHEMES_ON_LOAD[asked], list[Any]()
+    publish_plain(config, tmp_path)
+    make = partial(low_bit.create_model, config, torch.bfloat16, CPU, scheme, None)
+    for fill in (
+        partial(load_weights, folder=tmp_path, scheme=scheme),
+        lambda model, max_reduce: fill_dummy_weights(model, 5, scheme),
+    ):
+        shards = assert_slices(built_by(make, fill), 2, expert_parallel=True)
+    if not with_bits(shards[0]):
+        pytest.skip("the kernels for CPUs aren't built")
+    for shard, part in zip(shards, ParallelLayout(2, expert_parallel=True).shards(), strict=True):
+        shard.prepare(64)
+        plain = resolve_model_class(config)(config, torch.bfloat16, torch.device("meta"), part)
+        saved = low_bit.saved_bytes(config, scheme, torch.bfloat16, None, part)
+        assert held(shard) == sum(weight.nbytes for weight in plain.parameters()) - saved

@@ -29,7 +29,7 @@ from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
 from quire.models.quantization import FP8_ON_LOAD, SCHEMES_ON_LOAD, FP8Scheme, LowBitScheme, resolve_fp8_scheme
 from quire.models.weight_names import WeightSource
-from quire.protocol.parallel_layout import UNSHARDED, Shard
+from quire.protocol.parallel_layout import UNSHARDED, ParallelLayout, Shard
 from quire.weights import dummy, fp8, loader, low_bit
 from quire.weights.checkpoint_files import read_config
 from quire.weights.dummy import fill_dummy_weights
@@ -154,16 +154,18 @@ def test_shards_of_dummy_weights_are_slices_and_a_rank_reads_no_more_than_its_ow
     monkeypatch.setattr(dummy, "PIECE_NUMBERS", 5_000)
     monkeypatch.setattr(loader, "safe_open", lambda *args, **options: Counting(safe_open(*args, **options)))
     whole = publish(CONFIGS[name], tmp_path)
-    total = sum(parameter.nbytes for parameter in whole.parameters())
-    for ranks in (2, 4, 8):
-        for rank in range(ranks):
-            part, spec = Shard(rank, ranks), read_spec(CONFIGS[name], Shard(rank, ranks))
+    total, experts = sum(parameter.nbytes for parameter in whole.parameters()), read_spec(CONFIGS[name]).experts
+    layouts = [ParallelLayout(ranks) for ranks in (2, 4, 8)]
+    layouts += [ParallelLayout(ranks, expert_parallel=True) for ranks in (2, 4) if experts]
+    for layout in layouts:
+        for rank, part in enumerate(layout.shards()):
+            ranks, spec = layout.tp, read_spec(CONFIGS[name], part)
             drawn, loaded = blank(made(CONFIGS[name], part)), blank(made(CONFIGS[name], part))
             fill_dummy_weights(drawn, 5)
             Counting.read = 0
             read_bytes = load_weights(loaded, tmp_path).read_bytes
             for (path, a), b in zip(drawn.named_parameters(), loaded.parameters(), strict=True):
-                assert torch.equal(a, b), f"{path} of rank {rank} of {ranks}"
+                assert torch.equal(a, b), f"{path} of rank {rank} of {layout}"
             padding = len(part.vocab_range(spec.vocab_size)) - part.padded_vocab_rows(spec.vocab_size)
             tables = 1 if whole.config.tied else 2
             assert Counting.read == read_bytes == 4 * (spec.parameters + tables * padding * spec.hidden)
@@ -222,13 +224,13 @@ def cut(whole: Tensor, module: Any, name: str) -> Tensor:
     return found[of.start // groups : of.stop // groups] if scales else found[:, of.start : of.stop]
 
 
-def assert_slices(build: Build, ranks: int) -> list[Any]:
+def assert_slices(build: Build, ranks: int, expert_parallel: bool = False) -> list[Any]:
     """Each rank's weights, built at the same time, are those of the whole in its places."""
 
     def rank(exchange: ThreadExchange) -> Any:
         return build(exchange.shard, lambda largest: exchange.all_gather(largest).amax(0))
 
-    whole, shards = weights_of(build(UNSHARDED, None)), Meeting(ranks).run(rank)
+    whole, shards = weights_of(build(UNSHARDED, None)), Meeting(ranks, expert_parallel).run(rank)
     for shard in shards:
         modules, own = dict(shard.named_modules()), weights_of(shard)
         assert own.keys() == whole.keys()
@@ -263,6 +265,9 @@ def test_weights_that_become_fp8(name: str, in_fp8: bool, tmp_path: Path) -> Non
     fill = partial(load_weights, folder=tmp_path, scheme=FP8_ON_LOAD)
     build = built_by(lambda part: make(config, torch.float32, CPU, FP8_ON_LOAD, part), fill)
     shards = assert_slices(build, 4 if "copied" in name else 2)
+    if name in ("jamba", "granite hybrid"):
+        for shard in assert_slices(build, 4, expert_parallel=True):
+            assert len(next(layer.experts for layer in shard.layers if layer.experts).down.weight) == 64
     alone = blank(fp8.create_model(config, torch.float32, CPU, FP8_ON_LOAD, Shard(0, 2)))
     load_weights(alone, tmp_path, scheme=FP8_ON_LOAD)
     if name == "llama" and not in_fp8:  # without the others' columns other scales would come out
@@ -301,6 +306,26 @@ def test_a_cut_through_blocks_is_refused(tmp_path: Path) -> None:
         load_weights(model, tmp_path, scheme=scheme)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["dequantised", "in FP8"])
+def test_whole_experts_of_checkpoints_in_fp8(in_fp8: bool, tmp_path: Path) -> None:
+    """Columns of these experts would be no whole blocks."""
+    config = {**CONFIGS["qwen2_moe"], "hidden_size": 512, "num_attention_heads": 4, "moe_intermediate_size": 192}
+    publish({**config, "shared_expert_intermediate_size": 256, "intermediate_size": 512}, tmp_path)
+    routers = [f"model.layers.0.mlp.{name}" for name in ("gate", "shared_expert_gate")]
+    test_fp8.publish(tmp_path, {**BLOCKS, "modules_to_not_convert": routers}, "block")
+    config = read_config(tmp_path)
+    scheme = resolve_fp8_scheme(config, None)
+    assert isinstance(scheme, FP8Scheme)
+    make = fp8.create_fp8_model if in_fp8 else fp8.create_model
+    build = built_by(
+        lambda part: make(config, torch.float32, CPU, scheme, part),
+        partial(load_weights, folder=tmp_path, scheme=scheme),
+    )
+    assert_slices(build, 2, expert_parallel=True)
+    with pytest.raises(StartupError, match=r"columns 96 to 191 of the weight of .*, where 128 share a scale"):
+        build(Shard(1, 2), None)
+
+
 def with_bits(model: Any) -> bool:
     return any(isinstance(module, Linear) and module.low_bit_parts is not None for module in model.modules())
 
@@ -331,7 +356,9 @@ def test_dummy_weights_in_fp8(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dummy, "NOISE_LENGTH", 10_007)
     config = {**CONFIGS[name], "intermediate_size": 192}
     make = partial(fp8.create_fp8_model, config, torch.float32, CPU, FP8_ON_LOAD)
-    assert_slices(built_by(make, lambda model, max_reduce: fill_dummy_weights(model, 5, FP8_ON_LOAD)), 2)
+    build = built_by(make, lambda model, max_reduce: fill_dummy_weights(model, 5, FP8_ON_LOAD))
+    assert_slices(build, 2)
+    assert_slices(build, 2, expert_parallel=True)
 
 
 def converted(folder: Path, kind: str, vocab: int = 352, **more: Any) -> GGUFFile:

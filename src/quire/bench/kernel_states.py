@@ -23,6 +23,7 @@ DELTA_KEYS, DELTA_HEADS = 16, 32
 ROWS = (1, 8, 64, 256)
 PICTURE, KV_HEADS, HEADS, DIM, PAGE = 6404, 8, 32, 128, 16
 PROMPTS = ((8, 8192), (1, 8192), (64, 128))  # rows, and tokens of each row
+DELTA_PROMPTS = ((1, 128), (1, 512), (1, 2048), *PROMPTS)
 
 
 class Weights(NamedTuple):
@@ -73,26 +74,35 @@ def states() -> Iterator[Case]:
 
 def delta_rules() -> Iterator[Case]:
     """Yield the cases of the gated delta rule in the sizes of Qwen3-Next 80B, with states in fp32: one token a row, by
-    the bytes of their states; and prompts, by those of their tokens."""
-    from quire.kernels.triton.delta_rule import gated_delta_rule
+    the bytes of their states; and prompts, by those of their tokens, token by token and by chunks, the latter also by
+    the operations of their products, without those of the inverses."""
+    from quire.kernels.triton.delta_rule import CHUNK, gated_delta_rule
 
     channels, values = 2 * DELTA_KEYS * DIM + DELTA_HEADS * DIM, DELTA_HEADS * DIM
     wide = torch.zeros(DELTA_HEADS, device="cuda")
-    for rows, length in (*((rows, 1) for rows in ROWS), *PROMPTS):
-        total, runs = rows * length, -(-length // RUN)
-        moved = total * (channels + values) * 2 if length > 1 else 2 * rows * values * DIM * 4
-        copies = inputs(moved)
-        states = torch.zeros((copies * rows * runs + 1, DELTA_HEADS, DIM, DIM), device="cuda")
-        pages = torch.arange(1, len(states), device="cuda").view(copies, rows, runs)
-        lengths, offsets = torch.full((rows,), length, device="cuda"), torch.arange(rows, device="cuda") * length
-        starts, reads = torch.zeros_like(lengths), torch.full_like(lengths, -1)
-        plans = [StatePlan(offsets, lengths, starts, reads if length > 1 else one[:, 0], one, RUN) for one in pages]
-        qkv, ba = _random(total, channels), _random(total, 2 * DELTA_HEADS)
-        calls: list[Call] = [
-            partial(gated_delta_rule, qkv, ba, wide - 1, wide, states, plan, pdl=True) for plan in plans
-        ]
-        name = "delta rule of prompts" if length > 1 else "delta rule, a token a row"
-        yield Case(name, f"{rows} x {length}" if length > 1 else f"{rows} rows", calls, moved)
+
+    def calls(rows: int, length: int, plans: list[StatePlan], deterministic: bool = False) -> list[Call]:
+        qkv, ba = _random(rows * length, channels), _random(rows * length, 2 * DELTA_HEADS)
+        last = max(int(plan.write_pages.max()) for plan in plans)
+        states = torch.zeros((last + 1, DELTA_HEADS, DIM, DIM), device="cuda")
+        run = partial(gated_delta_rule, qkv, ba, wide - 1, wide, states, pdl=True, deterministic=deterministic)
+        return [partial(run, plan=plan) for plan in plans]
+
+    for rows in ROWS:
+        moved = 2 * rows * values * DIM * 4
+        pages = torch.arange(1, inputs(moved) * rows + 1, device="cuda").view(-1, rows, 1)
+        slots, positions = torch.arange(rows, device="cuda"), torch.full((rows,), RUN // 4, device="cuda")
+        plans = [StatePlan.for_decode(table, slots, positions, RUN) for table in pages]
+        yield Case("delta rule, a token a row", f"{rows} rows", calls(rows, 1, plans), moved)
+    for rows, length in DELTA_PROMPTS:
+        total, plans = rows * length, [_prompt_plan(rows, length)]
+        moved, case = total * (channels + values) * 2, f"{rows} x {length}"
+        yield Case("delta rule of prompts, token by token", case, calls(rows, length, plans, True), moved)
+        by_chunks = calls(rows, length, plans)
+        yield Case("delta rule of prompts, by chunks", case, by_chunks, moved)
+        # Of each token and head 3 products with a state, 2 of keys, and 2 in which values meet.
+        operations = 2 * total * DELTA_HEADS * (3 * DIM * DIM + 2 * CHUNK * DIM + 2 * CHUNK * DIM)
+        yield Case("delta rule of prompts, by chunks, products", case, by_chunks, operations, "compute")
 
 
 def ssd() -> Iterator[Case]:

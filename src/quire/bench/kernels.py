@@ -26,6 +26,7 @@ from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.kernel_states import crossed, delta_rules, experts, ssd, states
 from quire.bench.kv_batches import KVBatch, decode_calls, random_kv, random_tensor, with_drafts
+from quire.bench.low_bit_kernels import low_bit
 from quire.bench.rank_kernels import DECODES, LAYERS, LLAMA_8B, PAGE, Shape, decodes, products, shape_of
 from quire.bench.replay import Call, Case, ceilings, inputs, need_gpu, result, timed
 from quire.config import VENDOR_ATTENTIONS
@@ -269,7 +270,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "copies": copies, "swaps": swaps, "sdpa": sdpa, "decodes": partial(decodes, LLAMA_8B), "wide": wide,
     "drafted": drafted, "prompts": prompts, "windowed": windowed, "chunks": chunks, "small": small,
     "linears": partial(products, LLAMA_8B), "sampling": sampling, "states": states, "ssd": ssd, "experts": experts,
-    "crossed": crossed, "delta": delta_rules,
+    "crossed": crossed, "delta": delta_rules, "low_bit": low_bit,
 }  # fmt: skip
 SHAPED: dict[str, Callable[[Shape], Iterator[Case]]] = {"decodes": decodes, "linears": products}
 

@@ -33,7 +33,6 @@ from quire.memory.page_layout import MemorySize, tokens_for_bytes
 from quire.models.named_configs import CONFIGS
 from quire.models.quantization import resolve_fp8_scheme
 from quire.protocol.model_spec import ModelSpec
-from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.protocol.pipeline_stages import check_pp_division
 from quire.protocol.sampling_params import SamplingParams
 from quire.router.router import POLICIES
@@ -227,10 +226,9 @@ def read_deployment(config: EngineConfig, calibration: str) -> SimulatedDeployme
 
 def _division(config: EngineConfig, source: Checkpoint, itemsize: int) -> Division:
     """Return how the model is divided among ranks. Raise StartupError if it can't be."""
-    source.for_shard(Shard(0, config.tp, 0, config.pp))
+    source.for_shard(config.layout.shards()[0])
     check_pp_division(source.spec, config.pp)
-    layout, spec = ParallelLayout(config.tp, config.pp), source.spec
-    return Division(layout, len(spec.layers), spec.hidden * itemsize)
+    return Division(config.layout, len(source.spec.layers), source.spec.hidden * itemsize)
 
 
 def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:

@@ -53,9 +53,8 @@ SINGLE_VALUE_FLAGS = {
 # Prefixes of flags, and why quire does not have such flags.
 UNSUPPORTED_FLAGS = (
     ("distributed-", "ranks need no settings of torch.distributed; see --executor"),
-    ("data-parallel expert-parallel enable-expert-parallel nnodes "
-     "node-rank master-addr master-port ray- worker- disable-custom-all-reduce decode-context-parallel "
-     "prefill-context-parallel enable-eplb eplb- enable-dbo headless",
+    ("data-parallel nnodes node-rank master-addr master-port ray- worker- disable-custom-all-reduce "
+     "decode-context-parallel prefill-context-parallel enable-eplb eplb- enable-dbo headless",
      "--tp divides a model among ranks of one host; start several servers behind a load balancer"),
     ("enable-lora lora- max-lora max-cpu-lora fully-sharded-lora default-mm-lora", "merge adapters into the weights"),
     ("cpu-offload kv-offloading", "all is on the device; see --dtype, --quantization and --kv-cache-dtype"),

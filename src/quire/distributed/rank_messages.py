@@ -57,7 +57,7 @@ class RankFailure(NamedTuple):
 
 def write_init(hello: InitMessage) -> bytes:
     """Return the body of an INIT or OPEN_DEVICE, the first frames on a rank's socket."""
-    return write_json({**hello._asdict(), "config": hello.config.flat(), "part": list(hello.part)})
+    return write_json({**hello._asdict(), "config": hello.config.flat(), "part": list(hello.part[:4])})
 
 
 def read_init(body: memoryview) -> InitMessage:
@@ -66,8 +66,10 @@ def read_init(body: memoryview) -> InitMessage:
     part = read_field(data, "part", list)
     if len(part) != 4 or not all(type(one) is int for one in part) or not _is_valid_shard(*part):
         raise WireError("part", f"{str(part)[:80]} is not a rank and number of ranks, stage and number of stages")
+    config = read_config(data)
+    shard = Shard(*part)._replace(expert_parallel=config.expert_parallel)
     return InitMessage(
-        read_config(data), Shard(*part), read_eos_ids(data, "eos_ids"), read_uint32(data, "max_len"),
+        config, shard, read_eos_ids(data, "eos_ids"), read_uint32(data, "max_len"),
         read_field(data, "seconds", float), read_meeting(data, part[3]), read_field(data, "progress", bool),
         read_uint32(data, "log_level"),
     )  # fmt: skip

@@ -13,19 +13,18 @@ from quire.distributed.rank_devices import gpus_per_rank, smallest_device_memory
 from quire.distributed.rank_messages import InitMessage
 from quire.distributed.remote_runner import RemoteRunner
 from quire.memory.interface import KVMemory
-from quire.protocol.parallel_layout import ParallelLayout
 
 
 def start_remote_runner(config: EngineConfig, device: str, checkpoints: Sequence[str]) -> RemoteRunner:
     """Start ranks on "cpu" or "cuda" for the model and the draft model in these folders or files. Raise StartupError if
     that is impossible."""
-    layout, open_hosts = ParallelLayout(config.tp, config.pp), None
+    open_hosts = None
     if config.executor == "ray":
         from quire.distributed.ray_launcher import RayLauncher
 
         gpus = gpus_per_rank(config.world_size) if device != "cpu" else 0.0
         open_hosts = RayLauncher(gpus, config.ray_address, checkpoints)
-    return remote_runner.RemoteRunner(layout, config.rank_timeout, open_hosts=open_hosts)
+    return remote_runner.RemoteRunner(config.layout, config.rank_timeout, open_hosts=open_hosts)
 
 
 def open_devices(ranks: RemoteRunner, config: EngineConfig) -> tuple[int, int, str]:

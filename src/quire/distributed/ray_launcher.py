@@ -91,7 +91,9 @@ class RayPlacement:
             self.driver = ChildProcess(1, DRIVER_PROGRAM, "Ray's driver")
             self._connection = self.driver.connections[0]
             undo.pop_all()
-        order = PlacementRequest(*layout, gpus, address, self._folder, list(AGENT_PROGRAM), PLACEMENT_SECONDS)
+        order = PlacementRequest(
+            layout.tp, layout.pp, gpus, address, self._folder, list(AGENT_PROGRAM), PLACEMENT_SECONDS
+        )
         try:
             self._send(PLACE, order._asdict())
             self._wait_until(

@@ -223,7 +223,7 @@ def start_hosts(
         for number, (agent, info) in enumerate(zip(agents, infos)):
             following = number + 1 < len(agents)
             start = NodeStart(
-                *layout, agent.stages[0], len(agent.stages), list(program), engine_environment(), digests,
+                layout.tp, layout.pp, agent.stages[0], len(agent.stages), list(program), engine_environment(), digests,
                 next_address=agents[number + 1].address if following else "",
                 next_port=infos[number + 1].port if following else 0,
                 previous_secrets=links[number - 1] if number else [],

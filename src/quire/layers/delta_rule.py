@@ -78,12 +78,12 @@ class DeltaRuleMixer(StateMixer):
 
     @torch.no_grad()
     def prepare(self, deterministic: bool = False) -> None:
-        """See StateMixer. The kernels are always deterministic."""
+        """See StateMixer."""
         self.A, self.conv = -torch.exp(self.A_log), choose_convolution(self.conv_weight)
         if self.A.is_cuda:
             from quire.kernels.triton import delta_rule as kernels
             from quire.kernels.triton.launch import supports_pdl
 
             pdl = supports_pdl(self.A.device)
-            self.rule = partial(kernels.gated_delta_rule, pdl=pdl)
+            self.rule = partial(kernels.gated_delta_rule, pdl=pdl, deterministic=deterministic)
             self.gated_norm = partial(kernels.gated_norm, pdl=pdl)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from quire.errors import StartupError
+from quire.protocol.parallel_layout import Shard
+
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """Of the activation `clamped_swiglu` (quire.layers.mlp); the kernels compute no others."""
 
@@ -15,7 +18,8 @@ class ExpertsConfig:
     are divided by their sum if `renormalize`. If there are `shared_intermediate` columns (`shared_key` in
     config.json), each token also uses a shared expert with so many, weighted by the sigmoid of a product of its own
     if `shared_gated`. With `biases` the router and all products of the experts have biases. With `scaled` the weight
-    of each expert is multiplied by a number of the checkpoint."""
+    of each expert is multiplied by a number of the checkpoint. A rank may have the weights of `local_count` experts
+    alone (None: of all)."""
 
     count: int
     per_token: int
@@ -27,22 +31,39 @@ class ExpertsConfig:
     shared_key: str = "shared_expert_intermediate_size"
     shared_gated: bool = True
     scaled: bool = False
+    local_count: int | None = None
+
+    def divided_columns(self, shard: Shard) -> dict[str, int]:
+        """Return the columns that ranks divide, by their keys in config.json. Raise StartupError if ranks divide the
+        experts and are more than these."""
+        shared = {self.shared_key: self.shared_intermediate} if self.shared_intermediate else {}
+        if not shard.expert_parallel:
+            return {self.intermediate_key: self.intermediate, **shared}
+        if shard.tp_size > self.count:
+            raise StartupError(
+                f"--tp is {shard.tp_size}, and --expert-parallel divides {self.count} experts: a rank has one or more",
+                f"Use a --tp of at most {self.count}, or leave --expert-parallel out",
+            )
+        return shared
 
     @property
-    def columns(self) -> dict[str, int]:
-        """The columns that ranks divide, by their keys in config.json."""
-        shared = {self.shared_key: self.shared_intermediate} if self.shared_intermediate else {}
-        return {self.intermediate_key: self.intermediate, **shared}
+    def weight_count(self) -> int:
+        """The number of experts whose weights are here."""
+        return self.count if self.local_count is None else self.local_count
 
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's experts, the router's and the shared expert's included."""
-        routed = self.count * (3 * hidden * self.intermediate + hidden + self.scaled)
-        routed += self.biases * self.count * (2 * self.intermediate + hidden + 1)
+        router = self.count * (hidden + self.scaled + self.biases)
+        routed = self.weight_count * (3 * hidden * self.intermediate + self.biases * (2 * self.intermediate + hidden))
         gate = hidden if self.shared_intermediate and self.shared_gated else 0
-        return routed + 3 * hidden * self.shared_intermediate + gate
+        return router + routed + 3 * hidden * self.shared_intermediate + gate
 
-    def divide(self, ranks: int) -> ExpertsConfig:
-        """Return one rank's part: some columns of every expert."""
+    def divide(self, shard: Shard) -> ExpertsConfig:
+        """Return one rank's part: some columns of every expert, or some experts."""
+        ranks = shard.tp_size
         return replace(
-            self, intermediate=self.intermediate // ranks, shared_intermediate=self.shared_intermediate // ranks
+            self,
+            intermediate=self.intermediate // (1 if shard.expert_parallel else ranks),
+            shared_intermediate=self.shared_intermediate // ranks,
+            local_count=len(shard.expert_range(self.count)),
         )

@@ -17,7 +17,7 @@ from quire.kernels.cpu.low_bit_linear import LowBitWeight, PackedLowBitLinear
 from quire.layers.experts_config import ExpertsConfig
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, get_gated_activation
-from quire.layers.sharding import shard_columns
+from quire.layers.sharding import shard_columns, shard_experts
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 if TYPE_CHECKING:
@@ -43,10 +43,11 @@ class ExpertWeights(Linear):
         biases = (None,) * count if self.bias is None else self.bias.chunk(count)
         packed: list[PackedLinear | PackedLowBitLinear] = []
         if self.low_bit_parts is not None:
-            size = len(self.low_bit_parts) // count
-            for start, bias in zip(range(0, len(self.low_bit_parts), size), biases):
-                parts = [make() for make in self.low_bit_parts[start : start + size] if make is not None]
-                assert len(parts) == size, "all parts are loaded"
+            loaded = [make for make in self.low_bit_parts if make is not None]  # other ranks' experts have none
+            size, rest = divmod(len(loaded), count)
+            assert not rest, "all parts are loaded"
+            for start, bias in zip(range(0, len(loaded), size), biases):
+                parts = [make() for make in loaded[start : start + size]]
                 packed.append(PackedLowBitLinear(reduce(LowBitWeight.concat_rows, parts), dtype, bias, *fused))
         else:
             self.load_deferred()
@@ -82,8 +83,9 @@ class SparseMLP(nn.Module):
     weights, and that of the shared expert, if any (see ExpertsConfig). Probabilities and sums are computed in fp32.
 
     `gate_up` has for each expert the gate's rows and then up's, `down` for each expert `hidden` rows. With tensor
-    parallelism each rank has some columns of every expert and the whole router: its output is one rank's term of a sum,
-    and only the first rank adds the bias of `down`.
+    parallelism each rank has the whole router, and its output is one rank's term of a sum. It has some columns of every
+    expert, and only the first rank adds the bias of `down`; or, with expert parallelism, the experts `own`: it chooses
+    the experts of all tokens and computes the pairs of its own ones.
     """
 
     __call__: Callable[..., Tensor]
@@ -97,10 +99,12 @@ class SparseMLP(nn.Module):
         self.experts, self.top_k, self.renormalize = experts.count, experts.per_token, experts.renormalize
         assert 1 <= self.top_k <= self.experts, f"{self.top_k} of {self.experts} experts"
         self.act, self.act_name, biases = get_gated_activation(act), act, experts.biases
-        columns = shard_columns(shard, experts.intermediate)
+        self.own, size = shard.expert_range(self.experts), experts.intermediate
+        columns = size if shard.expert_parallel else shard_columns(shard, size)
+        inner, outer = (shard_experts(shard, self.experts, *rows) for rows in ((columns, columns), (hidden,)))
         self.router = Linear(hidden, self.experts, biases, dtype, device)
-        self.gate_up = ExpertWeights(hidden, (columns, columns) * self.experts, biases, dtype, device)
-        self.down = ExpertWeights(columns, (hidden,) * self.experts, biases, dtype, device, output_modified=True)
+        self.gate_up = ExpertWeights(hidden, inner, biases, dtype, device)
+        self.down = ExpertWeights(columns, outer, biases, dtype, device, output_modified=True)
         self.shared: GatedMLP | None = None
         self.shared_gate: Linear | None = None
         if experts.shared_intermediate:
@@ -135,18 +139,21 @@ class SparseMLP(nn.Module):
             return self._mix_by_kernels(x, router_input, *self.low_bit, biases)
         assert self.gate_up.weight is not None, "the weight is not packed"
         assert self.down.weight is not None, "the weight is not packed"
-        gate_up, down = (part.view(self.experts, -1, part.shape[1]) for part in (self.gate_up.weight, self.down.weight))
+        weights = self.gate_up.weight, self.down.weight
+        gate_up, down = (weight.view(len(self.own), -1, weight.shape[1]) for weight in weights)
         if self.experts_kernel is not None:
             return self._mix_by_kernels(x, router_input, gate_up, down, (self.gate_up.scale, self.down.scale), biases)
-        weights, chosen = self.route(router_input)
+        shares, chosen = self.route(router_input)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        inner_bias, outer_bias = (None if bias is None else bias.view(self.experts, -1) for bias in biases)
-        for expert in torch.unique(chosen).tolist():
-            rows, rank = torch.where(chosen == expert)
+        inner_bias, outer_bias = (None if bias is None else bias.view(len(self.own), -1) for bias in biases)
+        for number in torch.unique(chosen).tolist():
+            if number not in self.own:
+                continue
+            (rows, rank), expert = torch.where(chosen == number), number - self.own.start
             inner = F.linear(x[rows], gate_up[expert], None if inner_bias is None else inner_bias[expert])
             gate, up = inner.chunk(2, dim=1)
             result = F.linear(self.act(gate, up), down[expert], None if outer_bias is None else outer_bias[expert])
-            out.index_add_(0, rows, result.float() * weights[rows, rank, None])
+            out.index_add_(0, rows, result.float() * shares[rows, rank, None])
         return out.to(x.dtype)
 
     def _mix_by_kernels(self, x: Tensor, router_input: Tensor, *weights: Any) -> Tensor:
@@ -155,7 +162,7 @@ class SparseMLP(nn.Module):
         gate_up, down, *scales = weights
         listed = len(x) > 1 or self.deterministic or self.low_bit is not None
         logits, scale = self.router(router_input), self.expert_scale
-        routing = self.route_kernel(logits, self.top_k, self.renormalize, listed, scale, pdl=self.pdl)
+        routing = self.route_kernel(logits, self.top_k, self.renormalize, listed, scale, self.own, pdl=self.pdl)
         return self.experts_kernel(
             x, routing, gate_up, down, self.act_name, *scales, deterministic=self.deterministic, pdl=self.pdl
         )
@@ -176,8 +183,9 @@ class SparseMLP(nn.Module):
         if self.expert_scale is not None:
             self.expert_scale = nn.Parameter(self.expert_scale.float(), requires_grad=False)
         if self.gate_up.can_pack() and self.down.can_pack() and self.act_name in CPU_ACTIVATIONS:
-            gate_up = self.gate_up.pack_each(self.experts, self.act_name, deterministic)
-            self.packed = PackedExperts(gate_up, self.down.pack_each(self.experts, None, deterministic))
+            gate_up = self.gate_up.pack_each(len(self.own), self.act_name, deterministic)
+            down = self.down.pack_each(len(self.own), None, deterministic)
+            self.packed = PackedExperts(gate_up, down, self.own.start)
             return
         products = self.gate_up, self.down
         if all(part.low_bit_parts is not None and part.low_bit_device.type == "cuda" for part in products):

@@ -44,6 +44,16 @@ def shard_columns(shard: Shard, size: int) -> ShardRange:
     return ShardRange(local, size, len(local), shard)
 
 
+def shard_experts(shard: Shard, count: int, *sizes: int | ShardRange) -> tuple[int | ShardRange, ...]:
+    """Return the rows of the stacked projections of `count` experts, each of which has `sizes`. With expert parallelism
+    the shard has none of the rows of other ranks' experts."""
+    if not shard.expert_parallel:
+        return sizes * count
+    own, every = shard.expert_range(count), [as_shard_range(size).total for size in sizes]
+    rows = [(size, size if expert in own else 0) for expert in range(count) for size in every]
+    return tuple(ShardRange(range(local), size, local, shard) for size, local in rows)
+
+
 def shard_heads(shard: Shard, queries: int, keys: int, head_dim: int) -> tuple[ShardRange, ShardRange]:
     """Return the columns of the shard's query heads, and of its key (or value) heads."""
     query_columns, key_columns = (

@@ -138,7 +138,7 @@ class DecoderConfig:
         """Return one rank's part. Raise StartupError if the model can't be divided among that many ranks."""
         ranks, mixer, experts = shard.tp_size, self.state_mixer, self.experts
         columns = {self.intermediate_key: self.intermediate} if self._has("mlp", "both") else {}
-        columns |= {} if experts is None else experts.columns
+        columns |= {} if experts is None else experts.divided_columns(shard)
         columns |= {} if mixer is None else mixer.columns
         if self.heads:
             for kv_heads in dict.fromkeys(self.heads_of(layer)[0] for layer in self.layers):
@@ -177,7 +177,7 @@ class DecoderConfig:
                 for layer in self.layers
             ),
             state_mixer=None if mixer is None else mixer.divide(ranks),
-            experts=None if experts is None else experts.divide(ranks),
+            experts=None if experts is None else experts.divide(shard),
             shard=shard,
         )
 
@@ -247,7 +247,9 @@ class DecoderConfig:
             vision=None if self.vision is None else self.vision.spec(self.parameters),
             experts=0 if experts is None else experts.count,
             active_experts=0 if experts is None else experts.per_token,
-            expert_parameters=0 if experts is None else sparse * experts.count * 3 * self.hidden * experts.intermediate,
+            expert_parameters=0
+            if experts is None
+            else sparse * experts.weight_count * 3 * self.hidden * experts.intermediate,
             fp32_parameters=(0 if mixer is None else states * mixer.fp32_parameters)
             + self.sinks * attending * self.heads,
         )

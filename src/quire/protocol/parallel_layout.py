@@ -22,18 +22,25 @@ class HeadRanges(NamedTuple):
 
 class Shard(NamedTuple):
     """The part of a model that a rank has: one of `tp_size` equal parts of each layer (tensor parallelism), for the
-    layers of one of `pp_size` stages (pipeline parallelism)."""
+    layers of one of `pp_size` stages (pipeline parallelism). With `expert_parallel` it has whole experts, not columns
+    of every expert."""
 
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    expert_parallel: bool = False
 
     def shard_range(self, size: int) -> range:
         """Return the rank's part of `size` columns or rows; `size` must be a multiple of `tp_size`."""
         assert size % self.tp_size == 0, f"{size} is not a multiple of {self.tp_size} ranks"
         count = size // self.tp_size
         return range(self.tp_rank * count, (self.tp_rank + 1) * count)
+
+    def expert_range(self, count: int) -> range:
+        """Return the experts of `count` that the rank computes: its own, or all if it has columns of each. Ranks differ
+        by at most one expert; the first rank has the most."""
+        return _part(self.tp_rank, self.tp_size, count) if self.expert_parallel else range(count)
 
     def head_ranges(self, queries: int, keys: int) -> HeadRanges:
         """Return the rank's heads. With more ranks than key heads, neighbouring ranks have copies of the same one."""
@@ -62,8 +69,7 @@ class Shard(NamedTuple):
 
     def layer_range(self, count: int) -> range:
         """Return the layers of the rank's stage, of `count`. The first stages may have one more than the others."""
-        first, last = (-(-at * count // self.pp_size) for at in (self.pp_rank, self.pp_rank + 1))
-        return range(first, last)
+        return _part(self.pp_rank, self.pp_size, count)
 
     @property
     def is_first_stage(self) -> bool:
@@ -94,14 +100,21 @@ class Shard(NamedTuple):
         return self.is_last_stage and self.is_first_tp_rank
 
 
+def _part(number: int, parts: int, count: int) -> range:
+    """Return one of `parts` parts of range(count). Their sizes differ by at most one; the first part is the largest."""
+    first, last = (-(-at * count // parts) for at in (number, number + 1))
+    return range(first, last)
+
+
 UNSHARDED = Shard()
 
 
 class ParallelLayout(NamedTuple):
-    """`tp` ranks divide each layer; `pp` stages divide the layers."""
+    """`tp` ranks divide each layer; `pp` stages divide the layers. With `expert_parallel` ranks have whole experts."""
 
     tp: int = 1
     pp: int = 1
+    expert_parallel: bool = False
 
     @property
     def world_size(self) -> int:
@@ -115,7 +128,8 @@ class ParallelLayout(NamedTuple):
 
     def shards(self) -> list[Shard]:
         """Return the shard of each rank, by rank number."""
-        return [Shard(rank, self.tp, stage, self.pp) for stage in range(self.pp) for rank in range(self.tp)]
+        stages, ranks = range(self.pp), range(self.tp)
+        return [Shard(rank, self.tp, stage, self.pp, self.expert_parallel) for stage in stages for rank in ranks]
 
 
 def can_divide(ranks: int, queries: int, keys: int, columns: tuple[int, ...]) -> bool:

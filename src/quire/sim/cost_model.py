@@ -297,7 +297,7 @@ class Division(NamedTuple):
 
     def extra_seconds(self, tokens: int) -> float:
         """Return what a step of that many tokens takes more in all stages than its divided work."""
-        (tp, pp), links = self.layout, self.links
+        tp, pp, links = self.layout.tp, self.layout.pp, self.links
         sums = (2 * self.layers + 1) * links.sum_seconds(tp, tokens * self.row_bytes)
         return sums + self.layers * links.layer * (1 - 1 / tp) + (pp * links.stage if pp > 1 else 0.0)
 

@@ -34,7 +34,6 @@ from quire.memory.virtual.virtual_memory import virtual_capacity_tokens
 from quire.models import uses_transformers
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.model_spec import ModelSpec
-from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.protocol.pipeline_stages import check_pp_division, has_uneven_stages
 from quire.protocol.plan_log import with_plan_log
 from quire.protocol.shared_host import SharedHostMemory
@@ -126,15 +125,14 @@ def _with_shard_spec(config: EngineConfig, checkpoint: Checkpoint, device: str) 
         return checkpoint
     import torch
 
-    spec = sharded_stage_spec(
-        checkpoint, getattr(torch, choose_dtype(config, checkpoint.config, device)), config.tp, config.pp
-    )
+    dtype = getattr(torch, choose_dtype(config, checkpoint.config, device))
+    spec = sharded_stage_spec(checkpoint, dtype, config.layout)
     return checkpoint._replace(spec=spec)
 
 
 def _with_tp_spec(config: EngineConfig, checkpoint: Checkpoint) -> Checkpoint:
     """Return the same with the spec of a rank's part of each layer, and check what can be checked without torch."""
-    checkpoint = checkpoint.for_shard(Shard(0, config.tp, 0, config.pp))
+    checkpoint = checkpoint.for_shard(config.layout.shards()[0])
     if config.pp == 1:
         return checkpoint
     if config.memory == "virtual" and has_uneven_stages(checkpoint.spec, config.pp):
@@ -202,7 +200,7 @@ def start_ranks(config: EngineConfig, checkpoint: Checkpoint) -> RemoteRunner | 
     _with_tp_spec(config, checkpoint)
     if not seems_to_have_devices(config.device, config.world_size):
         return None
-    return RemoteRunner(ParallelLayout(config.tp, config.pp), config.rank_timeout)
+    return RemoteRunner(config.layout, config.rank_timeout)
 
 
 def build_engine(

@@ -101,6 +101,9 @@ def read_checkpoint(config: EngineConfig, weights: bool = True) -> Checkpoint:
     if checkpoint.keeps_all_tokens and checkpoint.spec.min_budget:
         raise StartupError(f"--keep-all-tokens is given, and {checkpoint.name} keeps a part of each prompt",
                            "Leave it out")  # fmt: skip
+    if config.expert_parallel and not checkpoint.spec.experts and not uses_transformers(checkpoint.config):
+        raise StartupError(f"--expert-parallel is given, and {checkpoint.name} has no experts",
+                           "Leave it out")  # fmt: skip
     if config.speculation == "mtp":
         return checkpoint._replace(draft=_read_mtp_layer(checkpoint))
     if config.speculation == "eagle3":

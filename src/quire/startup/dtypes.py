@@ -10,7 +10,6 @@ from quire.errors import StartupError
 from quire.kernels.cpu import library_loader as kernels
 from quire.models.quantization import GGUF_BLOCKS_KEY, FP8Scheme, LowBitScheme, resolve_scheme
 from quire.protocol.model_spec import ModelSpec
-from quire.protocol.parallel_layout import Shard
 from quire.startup.checkpoint import Checkpoint
 from quire.startup.loader import has_native_attention, head_shapes
 
@@ -104,7 +103,7 @@ def quantization_savings(
     from quire.weights import fp8
     from quire.weights import low_bit as few
 
-    kind, parts = getattr(torch, dtype), [Shard(0, config.tp, stage, config.pp) for stage in range(config.pp)]
+    kind, parts = getattr(torch, dtype), config.layout.shards()[:: config.tp]
     if isinstance(scheme, LowBitScheme):
         return min(few.saved_bytes(checkpoint.config, scheme, kind, checkpoint.gguf, part, device) for part in parts)
     here = dtype != "float32" if device_absent else fp8.has_fp8_matmul(kind, torch.device(device))

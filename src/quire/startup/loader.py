@@ -17,7 +17,7 @@ from quire.kernels.limits import MAX_GQA_GROUPS
 from quire.models import uses_transformers
 from quire.models.quantization import FP8Scheme, LowBitScheme, resolve_scheme
 from quire.protocol.model_spec import ModelSpec
-from quire.protocol.parallel_layout import UNSHARDED, Shard
+from quire.protocol.parallel_layout import UNSHARDED, ParallelLayout, Shard
 from quire.protocol.pipeline_stages import largest_stage_spec
 from quire.protocol.shared_host import SharedHostMemory
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
@@ -204,20 +204,19 @@ def meta_model(config: dict[str, Any], dtype: torch.dtype, shard: Shard, stages:
     from quire.models import resolve_model_class
 
     return resolve_model_class(config)(
-        config, dtype, torch.device("meta"), shard if stages else Shard(shard.tp_rank, shard.tp_size)
+        config, dtype, torch.device("meta"), shard if stages else shard._replace(pp_rank=0, pp_size=1)
     )
 
 
-def sharded_stage_spec(checkpoint: Checkpoint, dtype: torch.dtype, ranks: int, stages: int) -> ModelSpec:
-    """Return the spec of a stage that has as much of everything as any of `stages` stages, of `ranks` ranks each, where
-    `checkpoint` has the spec of a rank's part of each layer. Raise StartupError for a model that can't be divided
-    so."""
+def sharded_stage_spec(checkpoint: Checkpoint, dtype: torch.dtype, layout: ParallelLayout) -> ModelSpec:
+    """Return the spec of a stage that has as much of everything as any stage of `layout`, where `checkpoint` has the
+    spec of a rank's part of each layer. Raise StartupError for a model that can't be divided so."""
     import torch
 
-    spec = largest_stage_spec(checkpoint.spec, stages)
+    spec = largest_stage_spec(checkpoint.spec, layout.pp)
     counts = []
-    for stage in range(stages):
-        weights = list(meta_model(checkpoint.config, dtype, Shard(0, ranks, stage, stages), stages=True).parameters())
+    for shard in layout.shards()[:: layout.tp]:
+        weights = list(meta_model(checkpoint.config, dtype, shard, stages=True).parameters())
         wide = sum(weight.numel() for weight in weights if weight.dtype == torch.float32 != dtype)
         counts.append((sum(weight.numel() for weight in weights), wide))
     largest, wide = map(max, zip(*counts))

@@ -71,7 +71,9 @@ class PromptTruncation(NamedTuple):
         return Prompt(None, prompt.ids[: self.max_tokens] if self.keep_first else prompt.ids[-self.max_tokens :])
 
 
-CONFIG_ALIASES = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}
+CONFIG_ALIASES = {
+    "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "enable_expert_parallel": "expert_parallel",
+}  # fmt: skip
 
 
 def engine_config(model: str | None, settings: Mapping[str, Any]) -> EngineConfig:

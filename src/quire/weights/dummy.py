@@ -110,6 +110,8 @@ def _fill_low_bit(
     offset = _fill_shard(numbers, shards, noise, offset)
     pieces = (torch.split(whole, list(sizes)) for whole in (parameter.data, numbers))
     for part, (rows, values) in enumerate(zip(*pieces)):
+        if not len(rows):  # an expert of another rank
+            continue
         quantize = partial(low_bit.quantize, values, formats[part])
         if scheme.stored in ("awq", "gptq"):
             quantize = partial(quantize_groups, values, scheme)

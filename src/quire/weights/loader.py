@@ -249,7 +249,8 @@ def _find_packed_weights(
             for tensor in source.tensors:
                 module = tensor.removesuffix(".weight")
                 if scheme.covers(module, model.weight_prefixes):
-                    target = targets[tensor]
+                    if (target := targets.get(tensor)) is None:  # an expert of another rank
+                        continue
                     rows, columns = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape
                     packed[module] = PackedWeight(scheme, module, rows, columns, target.tensor_slice)
     return packed
@@ -258,7 +259,8 @@ def _find_packed_weights(
 def build_targets(
     model: Model, scheme: FP8Scheme | LowBitScheme | None, file: GGUFFile | None = None
 ) -> dict[str, LoadTarget]:
-    """Return the target of every weight that the checkpoint, or `file`, must have, by its name without prefix."""
+    """Return the target of every weight that the checkpoint, or `file`, must have, by its name without prefix; of
+    experts, those of this rank alone."""
     parameters, targets = dict(model.named_parameters()), {}
     fp8 = find_fp8_tensors(model, scheme) if isinstance(scheme, FP8Scheme) else {}
     formats = choose_formats(model, scheme, file) if isinstance(scheme, LowBitScheme) else {}
@@ -274,6 +276,8 @@ def build_targets(
         for part, (tensor, rows, tensor_slice, start) in enumerate(
             zip(source.tensors, parts, tensor_slices(model, name, source), starts)
         ):
+            if not len(rows):
+                continue
             order = tuple(row - start for row in source.row_order[start : start + len(rows)])
             is_fp8 = fp8[name][part] if name in fp8 else False
             groups = () if part else source.group_rows

@@ -140,22 +140,19 @@ def create_model(
     for name, layer in low_bit_layers(model).items():
         weight = layer.weight
         assert weight is not None, "the model is not prepared yet"
-        if name in formats and stays_low_bit(formats[name], name, weight.shape[1], dtype, device):
+        if name in formats and stays_low_bit(name, weight.shape[1], dtype, device):
             layer.low_bit_parts, layer.low_bit_device = [None] * len(formats[name]), device
             low_bit_weights.add(weight)
     allocate_parameters(model, device, low_bit_weights)
     return model
 
 
-def stays_low_bit(
-    formats: tuple[LowBitFormat, ...], name: str, columns: int, dtype: torch.dtype, device: torch.device
-) -> bool:  # fmt: skip
+def stays_low_bit(name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Return True if the weight `name` with this number of columns stays in few bits. On a GPU a tied head doesn't,
     since it is the embedding too."""
     if device.type != "cuda":
         return supports(columns, dtype, device)
-    has_kernels = all(form.gpu_scales is not None for form in formats)
-    return has_kernels and dtype in (torch.bfloat16, torch.float16) and "embed_tokens" not in name.split(".")
+    return dtype in (torch.bfloat16, torch.float16) and "embed_tokens" not in name.split(".")
 
 
 def set_rows(rows: Tensor, layer: Linear | None, part_index: int, make_weight: MakeWeight) -> None:
@@ -292,7 +289,7 @@ def saved_bytes(
         weight = layers[name].weight
         assert weight is not None, "the model is not prepared yet"
         columns = weight.shape[1]
-        if stays_low_bit(formats, name, columns, dtype, torch.device(device)):
+        if stays_low_bit(name, columns, dtype, torch.device(device)):
             for form, rows in zip(formats, sources[name].rows):
                 row_bytes = form.row_bytes(columns) if device == "cpu" else form.gpu_row_bytes(columns)
                 saved += rows * (columns * dtype.itemsize - row_bytes)

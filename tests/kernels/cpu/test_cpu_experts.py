@@ -202,6 +202,35 @@ def test_kinds_of_weights_and_ranks(
             check(got, want, rounded * ERROR[dtype])
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.usefixtures("variant")
+def test_ranks_with_whole_experts(kind: str) -> None:
+    """Their outputs are terms of a sum. Where no token chose any of a rank's experts, its term is zero."""
+    config = ExpertsConfig(count=9, per_token=3, intermediate=64, renormalize=True)
+    dtype = BF16 if kind == "int8" else getattr(torch, kind)
+    layer = part_of(layer_of(config, 64, FP32), 0, 1, dtype, kind)
+    prepare_layers(layer)
+    whole = layer.packed
+    assert whole is not None
+    products = whole.gate_up.weights, whole.down.weights
+    ranks = [
+        PackedExperts(*(each[own] for each in products), own.start) for own in (slice(0, 4), slice(4, 5), slice(5, 9))
+    ]
+    for count in (1, 2, 33, 300):
+        x = 0.3 * rows(count, 64, dtype)
+        logits = layer.router(x)
+        got = torch.stack([rank(x, logits, 3, True).float() for rank in ranks])
+        check(got.sum(0), whole(x, logits, 3, True), ERROR[dtype])
+        assert count < 33 or got.any(2).any(1).all()
+        logits[:, 4:] -= 99
+        first, *others = (rank(x, logits, 3, True) for rank in ranks)
+        assert torch.equal(first, whole(x, logits, 3, True))
+        assert not torch.stack(others).any()
+    assert ranks[1](rows(0, 64, dtype), logits[:0], 3, True).shape == (0, 64)
+    with pytest.raises(AssertionError, match="not of 9 experts"):
+        ranks[2](x, logits[:, :8], 3, True)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_packed_weights_take_the_memory_of_plain_ones(dtype: torch.dtype) -> None:
     layer = layer_of(ExpertsConfig(count=8, per_token=2, intermediate=64), 96, dtype)

@@ -1,15 +1,20 @@
 """The gated delta rule, in plain torch and in Triton, equals a loop over tokens in fp64: outputs, and the states at
-every border; what isn't a row's page is neither read nor written."""
+every border; what isn't a row's page is neither read nor written. Long rows, by chunks, also equal transformers'."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
 from grids import CUDA, DEVICE, DTYPES, INFINITE, random
 from running_states import Row, numpy, silu
 from torch import Tensor
@@ -19,6 +24,8 @@ from quire.kernels.mamba_states import StatePlan, make_state_tiles, state_pages
 from quire.kernels.triton import delta_rule as kernels
 
 BOTH: dict[str, Any] = {"torch": delta_rule, "Triton": kernels}
+ONE_BY_ONE = SimpleNamespace(gated_delta_rule=partial(kernels.gated_delta_rule, deterministic=True))
+RULES: dict[str, Any] = {**BOTH, "deterministic": ONE_BY_ONE}
 
 
 class Shape(NamedTuple):
@@ -30,6 +37,7 @@ class Shape(NamedTuple):
 
 
 PLAIN = Shape()
+CHUNKS = Shape(1, 2, 16, 16, 128)
 
 
 class Step(NamedTuple):
@@ -114,13 +122,13 @@ def near(got: Tensor, want: np.ndarray) -> None:
 
 
 def run(made: Step, name: str, plan: StatePlan | None = None) -> Tensor:
-    result: Tensor = BOTH[name].gated_delta_rule(
+    result: Tensor = RULES[name].gated_delta_rule(
         made.qkv, made.ba, made.A, made.dt_bias, made.states, made.plan if plan is None else plan
     )
     return result
 
 
-def check(made: Step, name: str) -> None:
+def check(made: Step, name: str, near: Callable[[Tensor, np.ndarray], None] = near) -> None:
     (want, written), before = looped(made), made.states.clone()
     near(run(made, name), want)
     for page, state in written.items():
@@ -193,6 +201,130 @@ def test_bits_do_not_depend_on_cuts_nor_neighbours(cuts: tuple[int, ...]) -> Non
     assert torch.equal(torch.cat(parts), want[:12])
     pages = [whole.page(0, 7), whole.page(0, 14)]
     assert torch.equal(whole.states[pages], again.states[pages])
+
+
+def near_by_chunks(got: Tensor, want: np.ndarray) -> None:
+    """As `near`. With inputs in 16 bits the sums that only outputs have are of terms that are rounded to them, and what
+    the others lack adds up in states."""
+    eps = torch.finfo(got.dtype).eps
+    np.testing.assert_allclose(numpy(got), want, rtol=max(eps, 1e-3), atol=max(2 * eps, 5e-4))
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 63, 64, 65, 128, 200, 513])
+@pytest.mark.parametrize("start", [0, 3, 64, 127])
+def test_chunks_of_rows_of_all_lengths(start: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows by chunks, also short ones; beside one another, and each alone."""
+    monkeypatch.setattr(kernels, "RECURRENT_TOKENS", 0)
+    check(step([(start, length)], CHUNKS), "Triton")
+    check(step([(0, 5), (start, length), (64, 1), (200, 70)], CHUNKS), "Triton")
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        ([(3, 130), (0, 64), (9, 1), (0, 65), (70, 200)], CHUNKS),
+        ([(63, 130), (0, 65)], Shape(2, 6, 12, 10, 64)),
+        ([(0, 70)], Shape(1, 2, 40, 66, 192)),  # more columns than a program has
+        ([(0, 700), (5, 3)], Shape(1, 1, 16, 16, 512)),
+        ([(1, 200), (95, 66), (96, 65), (2, 1)], Shape(run=96)),  # runs end in chunks
+        ([(1, 70), (31, 98), (32, 65)], Shape(run=16)),
+        ([(39, 90)], Shape(run=20)),
+        ([(1, 70)], Shape(run=8)),  # too short for chunks
+    ],
+)
+def test_prompts(rows: list[tuple[int, int]], shape: Shape, name: str) -> None:
+    check(step(rows, shape), name)
+
+
+@INFINITE
+@pytest.mark.parametrize("name", RULES)
+def test_prompts_whose_states_are_forgotten_or_kept(name: str) -> None:
+    """Decays far below what exp tells from 0, of exp(-20), and none; rates near 0 and 1; and keys that are all alike,
+    of which powers of a chunk's system are large."""
+    made = step([(3, 140), (0, 1), (0, 65)], CHUNKS)
+    for factor in (1e4, 20.0, 1e-9):
+        check(made._replace(A=made.A * factor), name)
+    check(made._replace(A=made.A * 0 - 20, ba=made.ba * 0, dt_bias=made.dt_bias * 0 + float(np.log(np.e - 1))), name)
+    check(made._replace(ba=made.ba * 40), name)
+    alike = made._replace(A=made.A * 1e-9, ba=made.ba * 0 + 20)
+    alike.qkv[:] = alike.qkv[:1]
+    check(alike, name)
+
+
+@pytest.mark.parametrize("length", [15, 64, 65, 200])
+def test_prompts_equal_transformers(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    qwen3_next = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    monkeypatch.setattr(kernels, "RECURRENT_TOKENS", 0)
+    made = step([(128, length)], Shape(2, 4, 16, 24, 512))
+    key_heads, heads, key_dim, value_dim, _ = made.shape
+    keys = key_heads * key_dim
+    parts = zip(made.qkv.split((keys, keys, heads * value_dim), dim=1), (key_dim, key_dim, value_dim))
+    q, k, v = (x.unflatten(1, (-1, dim))[None] for x, dim in parts)
+    q, k = (x.repeat_interleave(heads // key_heads, dim=2) for x in (q, k))  # not all versions repeat them
+    b, a = made.ba.chunk(2, dim=1)
+    g, page = made.A * F.softplus(a + made.dt_bias), made.page(0, 127)
+    want, state = qwen3_next.torch_chunk_gated_delta_rule(
+        q, k, v, g[None], b.sigmoid()[None], initial_state=made.states[page][None].clone(), output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    near(run(made, "Triton"), numpy(want[0].flatten(1)))
+    near(made.states[page], numpy(state[0]))
+
+
+def test_rows_without_tokens_and_pages_that_are_not_written_by_chunks() -> None:
+    """As in a graph: tiles that are not needed are of a row without tokens."""
+    made = step([(3, 150), (2, 80)], CHUNKS)
+    plan, before, (want, states) = made.plan, made.states.clone(), looped(made)
+    none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert plan.tiles is not None
+    padded = StatePlan(
+        *(torch.cat((numbers, none)) for numbers in (plan.offsets, plan.lengths, plan.starts, plan.read_pages)),
+        torch.cat((plan.write_pages.index_fill(0, none + 1, -1), plan.write_pages[:1] * 0)), plan.page_tokens,
+        torch.cat((plan.tiles, plan.tiles.new_tensor([[2, 0], [2, 0]]))),
+    )  # fmt: skip
+    near(run(made, "Triton", padded), want)
+    own = [made.page(0, position) for position in (3, 152)]
+    for page in own:
+        near(made.states[page], states[page])
+    others = [page for page in range(len(before)) if page not in own]
+    torch.testing.assert_close(made.states[others], before[others], atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept", [*dict.fromkeys((*DTYPES, torch.bfloat16))])
+def test_dtypes_of_prompts(dtype: torch.dtype, kept: torch.dtype) -> None:
+    for shape in (CHUNKS, Shape(1, 2, 128, 128, 512))[: 1 + CUDA]:  # the interpreter is slow
+        made = step([(3, 200), (64, 65), (1, 1)], shape, dtype=dtype, kept=kept)
+        check(made, "Triton", near if dtype == torch.float32 else near_by_chunks)
+        check(made._replace(A=made.A * 1e-6, ba=made.ba * 20), "Triton", near_by_chunks)
+
+
+@pytest.mark.parametrize(("name", "cuts"), [("Triton", (0, 77, 205, 270)), ("deterministic", (0, 70, 71, 150, 270))])
+def test_bits_of_prompts_do_not_depend_on_cuts_nor_neighbours(name: str, cuts: tuple[int, ...]) -> None:
+    """By chunks, if cuts are where chunks begin and all rows are computed by chunks."""
+    start, rows = 51, [(51, 270), (0, 100)]
+    whole, again = step(rows, CHUNKS), step(rows, CHUNKS)
+    want, parts = run(whole, name), []
+    for first, end in pairwise(cuts):
+        part = again._replace(rows=[Row(start + first, end - first)], qkv=again.qkv[first:end], ba=again.ba[first:end])
+        parts.append(run(part, name))
+    assert torch.equal(torch.cat(parts), want[:270])
+    pages = [whole.page(0, position) for position in (51, 128, 320)]
+    assert torch.equal(whole.states[pages], again.states[pages])
+
+
+@triton.jit
+def _unsolved(system, SIZE: tl.constexpr, PRODUCT: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    return tl.where(i[:, None] == i[None, :], 1.0, 0.0) - system
+
+
+@pytest.mark.skipif(CUDA, reason="a compiled kernel keeps its functions")
+def test_a_planted_bug_of_chunks_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_invert", _unsolved)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(step([(3, 130)], CHUNKS), "Triton")
 
 
 PLANTED: dict[str, tuple[str, Any]] = {

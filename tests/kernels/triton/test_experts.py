@@ -3,6 +3,9 @@ there are: with weights as they are, and in FP8, with scales by row and by group
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -26,6 +29,7 @@ from quire.kernels.triton.fused_moe import (
 from quire.kernels.triton.linear import E4M3
 from quire.layers.experts_config import ExpertsConfig
 from quire.layers.moe import SparseMLP
+from quire.protocol.parallel_layout import ParallelLayout
 
 KINDS = ("plain", "rows", "groups") if FP8 else ("plain",)
 IN_FP8 = ("rows", "groups", "groups of one", "one in FP8") if FP8 else ()
@@ -164,6 +168,58 @@ def test_what_is_not_a_number_shows() -> None:
     assert torch.equal(got[[0, 1, 2, 4]], want[[0, 1, 2, 4]])
 
 
+@contextmanager
+def nan_where_nothing_is_stored() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled with NaN
+    try:
+        assert torch.empty(3, device=DEVICE).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("own", [range(3), range(3, 5), range(1, 2)], ids=str)
+def test_choice_among_a_ranks_experts(own: range) -> None:
+    """Pairs of other experts are in no list."""
+    logits = 9 * random(33, 5)
+    every, routing = route(logits, 2, True), route(logits, 2, True, own=own)
+    assert torch.equal(routing.weights, every.weights)
+    mine = (every.expert_ids >= own.start) & (every.expert_ids < own.stop)
+    assert torch.equal(routing.expert_ids, torch.where(mine, every.expert_ids - own.start, -1))
+    assert routing.pairs is not None
+    assert routing.counts is not None
+    lists = [sorted(pairs[:used]) for pairs, used in zip(routing.pairs.tolist(), routing.counts.tolist())]
+    assert lists == [torch.where(every.expert_ids.flatten() == expert)[0].tolist() for expert in own]
+    assert 0 < sum(map(len, lists)) < 66
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@TYPES
+@pytest.mark.parametrize(("kind", "biased"), [*((kind, False) for kind in KINDS), ("plain", True)])
+def test_ranks_with_whole_experts(kind: str, biased: bool, dtype: torch.dtype, deterministic: bool) -> None:
+    """The sum of their outputs is that of all experts; a rank whose experts no token chose adds zeros."""
+    made = Experts(5, kind, dtype, biased=biased)
+    for count, pdl in product((1, 3, 35), PDL):
+        x, logits = made.tokens(count, 2)[0], 9 * random(count, 5, dtype=dtype, seed=3)
+        logits[:, 4] = -99
+        got = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+        for own in (range(2), range(2, 4), range(4, 5)):
+            mine = slice(own.start, own.stop)
+            weights = [weight[mine].contiguous() for weight in made.weights]
+            scales = [None if scale is None else scale.unflatten(1, (5, -1))[:, mine] for scale in made.scales]
+            scales = [None if scale is None else scale.flatten(1).contiguous() for scale in scales]
+            biases = [bias[mine].to(dtype).flatten() if biased else None for bias in made.biases]
+            act, options = "clamped_swiglu" if biased else "silu", {"deterministic": deterministic, "pdl": pdl}
+            with nan_where_nothing_is_stored():
+                routing = route(logits, 2, True, count > 1 or deterministic, own=own, pdl=pdl)
+                part = fused_moe(x, routing, *weights, act, (scales[0], scales[1]), (biases[0], biases[1]), **options)
+            assert part.any() == (routing.expert_ids >= 0).any()
+            got += part.double()
+        want = made.dense(x, *route(logits, 2, True)[:2])
+        atol = (8 * torch.finfo(dtype).eps + 2e-5) * float(want.abs().max())
+        torch.testing.assert_close(got, want, rtol=0, atol=atol)
+
+
 @TYPES
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_tokens(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,3 +335,17 @@ def test_layers_of_many_experts(count: int, top: int, renormalize: bool) -> None
         want = layer(x)
         layer.route_kernel, layer.experts_kernel = route, fused_moe
         torch.testing.assert_close(layer(x), want, rtol=2e-5, atol=2e-5 * float(want.abs().max()))
+    x = x[:3]
+    terms = torch.zeros(2, *x.shape, device=DEVICE)
+    for shard in ParallelLayout(3, expert_parallel=True).shards():
+        part = SparseMLP(40, replace(config, shared_intermediate=0), "silu", torch.float32, DEVICE, shard)
+        part.router.weight = layer.router.weight
+        for own, whole in ((part.gate_up, layer.gate_up), (part.down, layer.down)):
+            assert whole.weight is not None
+            rows = whole.weight.unflatten(0, (count, -1))[part.own.start : part.own.stop]
+            own.weight = torch.nn.Parameter(rows.flatten(0, 1), requires_grad=False)
+        terms[0] += part.mix(x)
+        part.route_kernel, part.experts_kernel = route, fused_moe
+        terms[1] += part.mix(x)
+    want = layer.mix(x).expand_as(terms)
+    torch.testing.assert_close(terms, want, rtol=2e-5, atol=2e-5 * float(want.abs().max()))

@@ -31,15 +31,34 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def six_bits(rows: int, columns: int) -> LowBitWeight:
+    generator = torch.Generator().manual_seed(4)
+    numbers = torch.randint(0, 64, (rows, columns), generator=generator, dtype=torch.uint8)
+    a = torch.randint(-9, 9, (rows, columns // 16), generator=generator, dtype=torch.int8)
+    return LowBitWeight(Q6_K_FORMAT, numbers, 0.01 * random(rows, columns // 256).half(), None, a)
+
+
 def weights(rows: int, columns: int, name: str) -> LowBitWeight:
     if name in FORMATS:
         return quantize(random(rows, columns), FORMATS[name])
+    if name == "q6_k":
+        return six_bits(rows, columns)
     method, _, group = name.partition("-")
     bits = 4 if method == "awq" else 8
     return quantize_groups(random(rows, columns), LowBitScheme(bits, method, group_size=int(group)))
 
 
-GROUPS = {"int8": 32, "int4": 32, "q4_k": 256, "mxfp4": 32, "awq-32": 32, "awq-64": 64, "awq-128": 128, "gptq-128": 128}
+GROUPS = {
+    "int8": 32,
+    "int4": 32,
+    "q4_k": 256,
+    "q6_k": 256,
+    "mxfp4": 32,
+    "awq-32": 32,
+    "awq-64": 64,
+    "awq-128": 128,
+    "gptq-128": 128,
+}
 NAMES = pytest.mark.parametrize("name", GROUPS)
 
 
@@ -73,11 +92,6 @@ def test_mxfp4_is_exact() -> None:
     for dtype in (torch.float32, torch.bfloat16) if CUDA else (torch.float32,):
         got = low_bit.expand(low_bit.pack([weight], DEVICE), dtype)
         assert torch.equal(got.float().cpu(), weight.dequantize())
-
-
-def test_formats_without_kernels() -> None:
-    """16 numbers share a scale: they don't fill a product."""
-    assert Q6_K_FORMAT.gpu_scales is None
 
 
 @TYPES
@@ -128,6 +142,25 @@ def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
         got = low_bit.low_bit_moe(x, routing, *packed, "silu", pdl=pdl)
         size = float(want.abs().max())
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=(2e-2 if CUDA else 1e-5) * size)
+
+
+@TYPES
+def test_ranks_with_whole_experts(dtype: torch.dtype) -> None:
+    """The sum of their outputs is that of all experts."""
+    wholes = weights(4 * 256, 128, "awq-128"), weights(4 * 128, 128, "mxfp4")
+    experts = [
+        [LowBitWeight(form, *each) for each in zip(*([None] * 4 if part is None else part.chunk(4) for part in parts))]
+        for form, *parts in wholes
+    ]
+    for tokens, pdl in product((1, 20), PDL):
+        x, logits = (random(tokens, size, seed=size).to(DEVICE, dtype) for size in (128, 4))
+        terms = []
+        for own in (range(4), range(1), range(1, 4)):
+            gate_up, down = (low_bit.pack(each[own.start : own.stop], DEVICE) for each in experts)
+            routing = route(logits, 2, True, own=own, pdl=pdl)
+            terms.append(low_bit.low_bit_moe(x, routing, gate_up, down, "silu", pdl=pdl))
+        want, *others = terms
+        torch.testing.assert_close(sum(others), want, rtol=0, atol=(2e-2 if CUDA else 1e-5) * float(want.abs().max()))
 
 
 def test_layers_multiply_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,11 @@ GATHERED_BYTES = 1 << 17  # of a chunk
 
 
 class PackedExperts:
-    """The packed weights of all experts: `gate_up` with its activation, gated, and `down`, an entry an expert."""
+    """The packed weights of all experts, or of those from `first` on that one rank has: `gate_up` with its activation,
+    gated, and `down`, an entry an expert."""
 
-    def __init__(self, gate_up: Sequence[Packed], down: Sequence[Packed]) -> None:
-        self.gate_up, self.down = StackedProducts(gate_up), StackedProducts(down)
+    def __init__(self, gate_up: Sequence[Packed], down: Sequence[Packed], first: int = 0) -> None:
+        self.gate_up, self.down, self.first = StackedProducts(gate_up), StackedProducts(down), first
         inner, outer = self.gate_up.weights[0], self.down.weights[0]
         assert len(gate_up) == len(down), f"{len(gate_up)} gate and up weights, but {len(down)} down weights"
         assert inner.gated, "gate and up are not gated"
@@ -37,13 +38,16 @@ class PackedExperts:
         self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool, shared: Tensor | None = None,
         shared_gate: Tensor | None = None, scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return [T, hidden] of x [T, hidden] and the router's logits [T, experts], as SparseMLP. `shared` [T, hidden]
-        is the shared expert's output, to be multiplied by the sigmoid of `shared_gate` [T, 1]. `scale`: see `route`."""
+        """Return [T, hidden] of x [T, hidden] and the router's logits [T, all experts], as SparseMLP. `shared` [T,
+        hidden] is the shared expert's output, to be multiplied by the sigmoid of `shared_gate` [T, 1]. `scale`: see
+        `route`."""
         kernels, (tokens, size), experts = required_library(), x.shape, len(self.down.weights)
         columns, dtype = self.gate_up.weights[0].columns, self.gate_up.weights[0].dtype
         assert x.dtype == dtype, f"{x.dtype} is not {dtype}"
         assert size == columns, f"{tuple(x.shape)} is not [T, {columns}]"
-        assert logits.shape == (tokens, experts), f"logits {tuple(logits.shape)} are not {(tokens, experts)}"
+        end = self.first + experts
+        fits = len(logits) == tokens and logits.shape[1] >= end
+        assert fits, f"logits {tuple(logits.shape)} are not of {tokens} rows, or not of {end} experts"
         pairs, out, suffix = tokens * top_k, x.new_empty(x.shape), DTYPE_SUFFIXES[x.dtype]
         if shared is not None:
             assert shared_gate is not None, "the shared expert has a gate"
@@ -57,8 +61,9 @@ class PackedExperts:
         bounds, hit, places = (
             torch.empty(count, dtype=torch.int64) for count in (experts + 1, min(experts, pairs), pairs)
         )
-        kernels.call("experts_sort", 1, chosen, bounds, hit, places, pairs, experts, len(hit))
-        x, rows = x if x.stride(1) == 1 else x.contiguous(), x.new_empty(pairs, size)
+        kernels.call("experts_sort", 1, chosen, bounds, hit, places, pairs, experts, len(hit), self.first)
+        own = pairs if logits.shape[1] == experts else int(bounds[-1])
+        x, rows = x if x.stride(1) == 1 else x.contiguous(), x.new_empty(own, size)
         width, per = size * x.itemsize, max(1, GATHERED_BYTES // (size * x.itemsize))
         args = x, rows, places, pairs, top_k, width, x.stride(0) * x.itemsize, per
         kernels.call("experts_gather", -(-pairs // per), *args)
@@ -118,6 +123,7 @@ class StackedProducts:
         out = x.new_empty(len(x), first.width)
         per, chunks = first.max_chunk_rows(), kernels.threads * CHUNKS_PER_THREAD if kernels.threads > 1 else 1
         groups = max(1, min(first.panels, -(-chunks // len(hit)), first.data.nbytes // MIN_CHUNK_BYTES))
+        most = min(most, len(x))
         staged = first.stage(x) if isinstance(first, PackedLowBitLinear) and most > MAX_UNSTAGED_ROWS else None
         args = first.product_args(x, out, per, groups, staged)
         kernels.call(

@@ -70,13 +70,17 @@ class LowBitFormat(NamedTuple):
         ) // PANEL
 
     @property
-    def gpu_scales(self) -> str | None:
-        """Return how a GPU's kernels hold the scales and minima (quire.kernels.triton.low_bit.LowBitMatrix); None if
-        there are no kernels for the format."""
-        if self.bits not in (4, 8):
-            return None
+    def gpu_bits(self) -> int:
+        """Return the bits of a number on a GPU."""
+        return 4 if self.bits == 4 else 8
+
+    @property
+    def gpu_scales(self) -> str:
+        """Return how a GPU's kernels hold the scales and minima (quire.kernels.triton.low_bit.LowBitMatrix)."""
         if self.is_e2m1:
             return "e2m1"
+        if self.group < GPU_WIDTH:
+            return "halves"
         if self.superblock > MAX_GPU_GROUP:
             return "superblocks"
         return "shifts" if self.has_min and not self.superblock else "zeros"
@@ -88,10 +92,9 @@ class LowBitFormat(NamedTuple):
 
     def gpu_row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of the weight on a GPU."""
-        steps = -(-columns // (16 // self.bits * GPU_WIDTH))
-        words = steps if self.is_e2m1 else columns // self.gpu_group
-        if self.gpu_scales == "superblocks":
-            words = steps * (8 // self.bits + 1)
+        steps = -(-columns // (16 // self.gpu_bits * GPU_WIDTH))
+        by_step = {"e2m1": 1, "halves": 2, "superblocks": 8 // self.gpu_bits + 1}.get(self.gpu_scales)
+        words = columns // self.gpu_group if by_step is None else steps * by_step
         return steps * GPU_WIDTH * 2 + words * 4
 
 

@@ -61,23 +61,32 @@ class Routing(NamedTuple):
 
     `weights` [T, top] fp32, `expert_ids` [T, top] int64. `counts` [experts] int32: how many pairs each expert has;
     `pairs` [experts, T] int32: their numbers, in any order. A single token needs no lists (None).
+
+    If ranks divide the experts, these are one rank's, numbered from 0, a `share` of all. Pairs of other ranks' experts
+    are in no list, and their expert is -1.
     """
 
     weights: Tensor
     expert_ids: Tensor
     counts: Tensor | None
     pairs: Tensor | None
+    share: float = 1.0
+
+    @property
+    def own_ids(self) -> Tensor | None:
+        """The experts if some of them may be -1, else None."""
+        return self.expert_ids if self.share < 1 else None
 
 
 @fast_launch
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _route(
-    logits, weights, chosen, counts, pairs, scale, tokens, stride,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, PADDED_TOP: tl.constexpr, NORMALISED: tl.constexpr,
-    LISTED: tl.constexpr, PDL: tl.constexpr,
+    logits, weights, chosen, counts, pairs, scale, tokens, stride, first,
+    EXPERTS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, PADDED_TOP: tl.constexpr,
+    NORMALISED: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one token a program, and list its pairs. If a likelihood is NaN, all weights are NaN and
-    the first experts are chosen, because comparisons with NaN depend on the device."""
+    """Choose the experts of one token a program, and list its pairs of the OWN experts from `first` on. If a likelihood
+    is NaN, all weights are NaN and the first experts are chosen, because comparisons with NaN depend on the device."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -100,34 +109,37 @@ def _route(
     if scale is not None:
         best *= tl.load(scale + ids)
     real, pair = rank < TOP, row * TOP + rank
-    tl.store(chosen + pair, ids.to(tl.int64), mask=real)
+    own = ids - first
+    mine = real & (own >= 0) & (own < OWN)
+    tl.store(chosen + pair, tl.where(mine, own, -1).to(tl.int64), mask=real)
     tl.store(weights + pair, tl.where(wrong, float("nan"), best), mask=real)
     if LISTED:
-        place = tl.atomic_add(counts + ids, 1, mask=real, sem="relaxed")
-        tl.store(pairs + ids.to(tl.int64) * tokens + place, pair.to(tl.int32), mask=real)
+        place = tl.atomic_add(counts + own, 1, mask=mine, sem="relaxed")
+        tl.store(pairs + own.to(tl.int64) * tokens + place, pair.to(tl.int32), mask=mine)
 
 
 def route(
-    logits: Tensor, top_k: int, renormalize: bool, listed: bool = True, scale: Tensor | None = None, *,
-    pdl: bool = False,
+    logits: Tensor, top_k: int, renormalize: bool, listed: bool = True, scale: Tensor | None = None,
+    own: range | None = None, *, pdl: bool = False,
 ) -> Routing:  # fmt: skip
     """Choose the `top_k` most probable experts of each row of logits [T, experts]. Their weights are probabilities,
     divided by their sum if `renormalize`, the largest first, times the `scale` [experts] of their expert, if given. If
-    not `listed`, there are no lists of pairs."""
+    not `listed`, there are no lists of pairs. `own`: the experts of this rank."""
     tokens, experts = logits.shape
+    own = range(experts) if own is None else own
     assert logits.stride(1) == 1, "rows are contiguous"
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
-    counts = torch.zeros(experts, dtype=torch.int32, device=logits.device) if listed else None
-    pairs = torch.empty((experts, tokens), dtype=torch.int32, device=logits.device) if listed else None
+    counts = torch.zeros(len(own), dtype=torch.int32, device=logits.device) if listed else None
+    pairs = torch.empty((len(own), tokens), dtype=torch.int32, device=logits.device) if listed else None
     if tokens:
         _route[(tokens,)](
             logits, weights, chosen, chosen if counts is None else counts, chosen if pairs is None else pairs, scale,
-            tokens, logits.stride(0),
-            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top_k, PADDED_TOP=power_of_2(top_k),
+            tokens, logits.stride(0), own.start,
+            EXPERTS=experts, OWN=len(own), PADDED=power_of_2(experts), TOP=top_k, PADDED_TOP=power_of_2(top_k),
             NORMALISED=renormalize, LISTED=listed, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
-    return Routing(weights, chosen, counts, pairs)
+    return Routing(weights, chosen, counts, pairs, len(own) / experts)
 
 
 def list_pairs(weights: Tensor, expert_ids: Tensor, experts: int) -> Routing:
@@ -226,16 +238,20 @@ def _experts(
 @fast_launch
 @triton.jit
 def _sum(
-    parts, out, SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr
+    parts, out, own_ids,
+    SIZE: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store to out[row] the sum of the row's TOP parts, in their order."""
+    """Store to out[row] the sum of the row's TOP parts, in their order, without those whose expert is -1."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, columns = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP):
-        total += tl.load(parts + (row * TOP + j) * SIZE + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+        inside = columns < SIZE
+        if own_ids is not None:
+            inside = inside & (tl.load(own_ids + row * TOP + j) >= 0)
+        total += tl.load(parts + (row * TOP + j) * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, total.to(out.dtype.element_ty), mask=columns < SIZE)
 
 
@@ -265,11 +281,11 @@ def _sums(
 def _one_token(
     x, weight, bias, scale, shares, out, chosen, size, depth,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one token's products. With a KIND: act(gate) * up for some weight rows of one of its experts, out [TOP,
     size]. Without: the products of some weight rows of all its experts, each with the expert's row of x [TOP, depth],
-    times `shares`, added in order."""
+    times `shares`, added in order. If experts are DIVIDED among ranks, those of others, -1, are left out."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -277,25 +293,29 @@ def _one_token(
     if KIND is not None:
         across = tl.cdiv(size, BLOCK_N // 2)
         pair, index = index // across, index % across
-        lines = tl.load(chosen + pair) * (2 * size) + _weight_rows(index, size, BLOCK_N, KIND)
-        tiles = weight + lines[:, None] * depth + k[None, :]
-        acc = _sums(x, tiles, scale + lines, EXPERTS * 2 * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP)
-        if bias is not None:
-            acc += tl.load(bias + lines).to(tl.float32)
-        gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
-        n = index * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        tl.store(out + pair * size + n, activate_gated(gate, up, KIND).to(out.dtype.element_ty), mask=n < size)
+        expert = tl.load(chosen + pair)
+        if not DIVIDED or expert >= 0:
+            lines = expert * (2 * size) + _weight_rows(index, size, BLOCK_N, KIND)
+            tiles = weight + lines[:, None] * depth + k[None, :]
+            acc = _sums(x, tiles, scale + lines, EXPERTS * 2 * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP)
+            if bias is not None:
+                acc += tl.load(bias + lines).to(tl.float32)
+            gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
+            n = index * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            tl.store(out + pair * size + n, activate_gated(gate, up, KIND).to(out.dtype.element_ty), mask=n < size)
     else:
         total, rows = tl.zeros((BLOCK_N,), tl.float32), _weight_rows(index, size, BLOCK_N, KIND)
         for pair in tl.static_range(TOP):
-            lines = tl.load(chosen + pair) * size + rows
-            tiles = weight + lines[:, None] * depth + k[None, :]
-            acc = _sums(
-                x + pair * depth, tiles, scale + lines, EXPERTS * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP
-            )
-            if bias is not None:
-                acc += tl.load(bias + lines).to(tl.float32)
-            total += acc * tl.load(shares + pair)
+            expert = tl.load(chosen + pair)
+            if not DIVIDED or expert >= 0:
+                lines = expert * size + rows
+                tiles = weight + lines[:, None] * depth + k[None, :]
+                acc = _sums(
+                    x + pair * depth, tiles, scale + lines, EXPERTS * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP
+                )
+                if bias is not None:
+                    acc += tl.load(bias + lines).to(tl.float32)
+                total += acc * tl.load(shares + pair)
         n = index * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < size)
 
@@ -310,8 +330,9 @@ def fused_moe(
     has lists unless T is 1 and not `deterministic`.
 
     `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. `biases`: theirs,
-    [experts * rows]. A graph may capture this. `deterministic`: a row's bits do not depend on the number of rows. pdl:
-    programmatic dependent launch, on GPUs of capability 9 and more.
+    [experts * rows]. If ranks divide the experts, weights are of one rank's, as `routing`, and so are the sums. A graph
+    may capture this. `deterministic`: a row's bits do not depend on the number of rows. pdl: programmatic dependent
+    launch, on GPUs of capability 9 and more.
     """
     (tokens, hidden), top, (experts, inner) = x.shape, routing.expert_ids.shape[1], (len(gate_up), down.shape[2])
     assert gate_up.shape == (experts, 2 * inner, hidden), f"gate_up {tuple(gate_up.shape)} does not fit x and down"
@@ -333,7 +354,7 @@ def fused_moe(
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias, scale, group in zip(products, biases, scales, groups):
         size = weight.shape[1] if kind is None else weight.shape[1] // 2
-        tile = choose_tile(pairs, source, weight, kind is not None, group, deterministic)
+        tile = choose_tile(int(pairs * routing.share), source, weight, kind is not None, group, deterministic)
         tiles = min(pairs, pairs // tile.pairs + experts)
         _experts[(tiles * cdiv(size, tile.columns),)](
             source, weight, bias, target if scale is None else scale, routing.weights, target, routing.counts,
@@ -342,18 +363,19 @@ def fused_moe(
             BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind, PDL=pdl, num_warps=tile.warps,
             num_stages=tile.stages, launch_pdl=pdl,
         )  # fmt: skip
-    return sum_experts(parts, top, x.dtype, pdl)
+    return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
 
 
-def sum_experts(parts: Tensor, top: int, dtype: torch.dtype, pdl: bool) -> Tensor:
-    """Return [T, hidden]: the sums of the parts [T * top, hidden] of each token, in fp32, rounded once."""
+def sum_experts(parts: Tensor, top: int, dtype: torch.dtype, pdl: bool, own_ids: Tensor | None = None) -> Tensor:
+    """Return [T, hidden]: the sums of the parts [T * top, hidden] of each token, in fp32, rounded once. Parts are left
+    out where `own_ids` [T, top], if given, is -1."""
     pairs, hidden = parts.shape
     out = torch.empty(pairs // top, hidden, dtype=dtype, device=parts.device)
     block = min(power_of_2(hidden), 1024)
     blocks = cdiv(hidden, block)
     if pairs:
         _sum[(pairs // top * blocks,)](
-            parts, out, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, launch_pdl=pdl
+            parts, out, own_ids, SIZE=hidden, TOP=top, BLOCK=block, BLOCKS=blocks, PDL=pdl, num_warps=4, launch_pdl=pdl
         )
     return out
 
@@ -381,7 +403,7 @@ def fused_moe_one_token(
             source, weight, bias, target if scale is None else scale, routing.weights, target, routing.expert_ids,
             size, depth,
             EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
-            STAGES=tile.stages, GROUP=group, KIND=kind, PDL=pdl, **options,
+            STAGES=tile.stages, GROUP=group, KIND=kind, DIVIDED=routing.share < 1, PDL=pdl, **options,
         )  # fmt: skip
     return out
 

@@ -91,7 +91,9 @@ class LowBitMatrix(NamedTuple):
     - "zeros" [groups, rows]: scale and, in place of the shift, the code that stands for 0, in fp16.
     - "e2m1" [steps, rows]: the exponents of a step's parts as E8M0; codes are the floating-point numbers of MXFP4.
     - "superblocks" [steps, words, rows]: a word for each two parts has the 8 bits of their scales and minima; the last
-      has what multiplies them, in fp16."""
+      has what multiplies them, in fp16.
+    - "halves" [steps, 2, rows]: the 8 bits of the scale of each half of a step's two parts, and what multiplies them,
+      in fp16; the code 32 stands for 0."""
 
     codes: Tensor
     scales: Tensor
@@ -106,10 +108,9 @@ class LowBitMatrix(NamedTuple):
 
 
 def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
-    """Return the rows of weights of one format for the kernels, with equal values. The format has GPU scales."""
+    """Return the rows of weights of one format for the kernels, with equal values."""
     form, columns = weights[0].form, weights[0].numbers.shape[1]
-    kind, group, parts = form.gpu_scales, form.gpu_group, 16 // form.bits
-    assert kind is not None, f"no kernels for {form}"
+    bits, parts = form.gpu_bits, 16 // form.gpu_bits
     steps = cdiv(columns, parts * GPU_WIDTH)
     codes = torch.zeros(steps, sum(len(each.numbers) for each in weights), GPU_WIDTH, dtype=torch.int16, device=device)
     start = 0
@@ -117,26 +118,31 @@ def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
         numbers = F.pad(weight.numbers.to(device), (0, steps * parts * GPU_WIDTH - columns))
         here = codes[:, start : start + len(numbers)]
         for part, plane in enumerate(torch.unflatten(numbers, 1, (steps, parts, GPU_WIDTH)).unbind(2)):
-            here |= plane.transpose(0, 1).to(torch.int16) << form.bits * part
+            here |= plane.transpose(0, 1).to(torch.int16) << bits * part
         start += len(numbers)
     scales = torch.cat([_scales(weight, steps).to(device) for weight in weights], -1)
-    return LowBitMatrix(codes, scales.contiguous(), kind, form.bits, group, columns)
+    return LowBitMatrix(codes, scales.contiguous(), form.gpu_scales, bits, form.gpu_group, columns)
 
 
 def _scales(weight: LowBitWeight, steps: int) -> Tensor:
     """Return a weight's scales as LowBitMatrix has them."""
-    form, parts = weight.form, 16 // weight.form.bits
+    form, parts = weight.form, 16 // weight.form.gpu_bits
     d, kind = weight.d, form.gpu_scales
     if kind == "e2m1":
         exponents = d.float().log2().round_().add_(128).clamp_(0).to(torch.int32)  # d is of numbers twice as large
         planes = torch.unflatten(F.pad(exponents, (0, steps * parts - exponents.shape[1])), 1, (steps, parts))
         return reduce(torch.bitwise_or, (plane.T << 8 * part for part, plane in enumerate(planes.unbind(2))))
+    units = torch.arange(steps, device=d.device) * (parts * GPU_WIDTH) // max(form.superblock, 1)
+    if kind == "halves":
+        assert weight.a is not None, "superblocks have scales"
+        scales = F.pad(weight.a.to(torch.int32) & 255, (0, steps * 4 - weight.a.shape[1]))
+        words = reduce(torch.bitwise_or, (scales[:, part::4] << 8 * part for part in range(4)))
+        return torch.stack((words, _halves(d, d)[:, units]), 2).permute(1, 2, 0)
     if kind == "superblocks":
         assert weight.a is not None, "superblocks have scales"
         assert weight.b is not None, "and minima"
         pairs = _pair(weight.a.to(torch.int32) & 255, weight.b.to(torch.int32), 8)
         pairs = F.pad(pairs, (0, steps * parts - pairs.shape[1]))
-        units = torch.arange(steps, device=d.device) * (parts * form.group) // form.superblock
         words = [_pair(pairs[:, part::parts] & 0xFFFF, pairs[:, part + 1 :: parts], 16) for part in range(0, parts, 2)]
         return torch.stack([*words, _halves(d, weight.e)[:, units]], 2).permute(1, 2, 0)
     if kind == "shifts":
@@ -167,12 +173,19 @@ def _load_scale(
     scales, step, line, lines, depth,
     PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales and shifts of a step's part, of some rows (`line`), in fp32."""
+    """Return the scales and shifts of a step's part, of some rows (`line`), in fp32: [N] or, as "halves", of each
+    number, [N, WIDTH]."""
     PARTS: tl.constexpr = 16 // BITS
     if SCALES == "e2m1":
         word = tl.load(scales + step * lines + line)
         scale = ((word >> (8 * PART) & 255) << 23).to(tl.float32, bitcast=True)
         shift = tl.zeros_like(scale)
+    elif SCALES == "halves":
+        word, unit = tl.load(scales + step * 2 * lines + line), tl.load(scales + (step * 2 + 1) * lines + line)
+        first = (word << (24 - 16 * PART) >> 24).to(tl.float32) * _half(unit, False)
+        second = (word << (16 - 16 * PART) >> 24).to(tl.float32) * _half(unit, False)
+        scale = tl.where((tl.arange(0, WIDTH) < WIDTH // 2)[None, :], first[:, None], second[:, None])
+        shift = -32 * scale
     elif SCALES == "superblocks":
         words = scales + step * (PARTS // 2 + 1) * lines + line
         word, unit = tl.load(words + PART // 2 * lines), tl.load(words + PARTS // 2 * lines)
@@ -222,23 +235,25 @@ def _add_scaled(acc, piece, sums, scale, shift):
 def _expand_part(
     codes, scale, shift, dtype: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr
 ):  # fmt: skip
-    """Return the numbers of a part, [N, WIDTH], from `codes` int16 [N, WIDTH] and the scales and shifts [N]."""
+    """Return the numbers of a part, [N, WIDTH], from `codes` int16 [N, WIDTH] and their scales and shifts."""
+    if SCALES != "halves":
+        scale, shift = scale[:, None], shift[:, None]
     if SCALES == "e2m1" and dtype == tl.bfloat16:
         high = scale.to(tl.int32, bitcast=True) >> 16
-        twice = tl.broadcast_to((high | high << 16)[:, None], codes.shape)
+        twice = tl.broadcast_to(high | high << 16, codes.shape)
         text: tl.constexpr = _E0 if PART == 0 else _E1 if PART == 1 else _E2 if PART == 2 else _E3
         return tl.inline_asm_elementwise(text, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
     wide = codes.to(tl.int32)
     if SCALES == "e2m1":
         bits = (wide << (22 - 4 * PART) & 0x01C00000) | (wide << (28 - 4 * PART) & -0x80000000)
-        numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale[:, None]
+        numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
     else:
         # The code as the mantissa's end of a number from `base` on, whose last bit is worth 1.
         place: tl.constexpr = 16 if BITS == 4 else 15
         base: tl.constexpr = 128.0 if BITS == 4 else 256.0
         one: tl.constexpr = 0x43000000 if BITS == 4 else 0x43800000
         bits = (wide << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | one
-        numbers = bits.to(tl.float32, bitcast=True) * scale[:, None] + (shift - base * scale)[:, None]
+        numbers = bits.to(tl.float32, bitcast=True) * scale + (shift - base * scale)
     return numbers.to(dtype)
 
 
@@ -264,7 +279,7 @@ def _add_step(
         if not EVEN:
             inside = inside & (column < depth)[:, None]
         v = tl.load(inputs + column[:, None], mask=inside, other=0.0)
-        if part * WIDTH % GROUP == 0:
+        if part * WIDTH % GROUP == 0 or SCALES == "halves":
             scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, EVEN)
             scale_other, shift_other = scale, shift
             if TWO:
@@ -440,9 +455,9 @@ def low_bit_moe(
     between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
-        tile = choose_tile(cdiv(pairs, experts), x, weight, kind is not None, deterministic)
+        tile = choose_tile(cdiv(int(pairs * routing.share), experts), x, weight, kind is not None, deterministic)
         _launch(source, weight, bias, routing.weights, target, routing, tokens, tile, kind, pdl)
-    return sum_experts(parts, top, x.dtype, pdl)
+    return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
 
 
 def _launch(

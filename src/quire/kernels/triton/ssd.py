@@ -2,7 +2,7 @@
 to those of `quire.kernels.ssd`.
 
 A program has some channels of a head, whose states it keeps; it computes the tokens of a row in order. `_recurrent`
-takes one at a time, `_chunked` as many as meet in matrix products.
+takes one at a time, `_chunked` as many as meet in matrix products (see kernels.triton.products).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 from quire.kernels import ssd
 from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.kernels.triton.fast_launch import fast_launch
-from quire.kernels.triton.launch import cdiv, power_of_2
+from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.mamba_scan import LOG2E, softplus
+from quire.kernels.triton.products import computed_once, dot
 
 RECURRENT_STATES, RECURRENT_WARPS = 1024, 2
 """States of a program of `_recurrent`, and its warps."""
@@ -27,6 +28,8 @@ MIN_DOT = 16
 CHUNK, BLOCK, CHUNK_STATES = 64, 64, 8192
 """Of `_chunked`: the most tokens of a chunk and channels of a program; and the most numbers of a chunk's B, for which
 there is room in shared memory."""
+CHUNKED_WARPS, STAGES = 4, 2
+"""Warps of `_chunked`, and the most chunks that are in shared memory at once."""
 FEW = 4
 """The most tokens of a row that `_chunked` takes one at a time: products take as long for one as for a whole chunk."""
 
@@ -95,7 +98,6 @@ def _chunked(
     c_stride, page_stride, width, least, most,
     RUN: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
     SHARED: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, FEW: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Do the same as `_recurrent`, CHUNK tokens of a run at a time, but one by one in rows of at most FEW tokens."""
     row, rest = (tl.program_id(0) // (HEADS * BLOCKS)).to(tl.int64), tl.program_id(0) % (HEADS * BLOCKS)
@@ -115,42 +117,46 @@ def _chunked(
             HEADS * DIM,
         )  # fmt: skip
         return
-    final = (start + length - 1) // RUN + 1
-    for run in range(start // RUN, final):
-        first, end = tl.maximum(run * RUN - start, 0), tl.minimum((run + 1) * RUN - start, length)
-        for begin in range(first, end, CHUNK):
-            t, there = (offset + begin + i).to(tl.int64), begin + i < end
-            delta = _step_size(tl.load(dt + t * dt_stride + head, mask=there, other=0.0), shift, least, most)
-            delta = tl.where(there, delta, 0.0)
-            some = delta * decay
-            total, last = tl.cumsum(some, axis=0), tl.sum(some, axis=0)
-            # Sums from each token (the columns) to each later one. Differences of sums from the chunk's start would
-            # lose small ones beside large ones.
-            between = tl.cumsum(tl.where(i[:, None] > i[None, :], some[:, None], 0.0), axis=0)
-            until_end = tl.sum(tl.where(i[:, None] > i[None, :], some[:, None], 0.0), axis=0)
-            v = tl.load(x + t[:, None] * x_stride + columns[None, :], mask=there[:, None] & inside[None, :], other=0.0)
-            b = tl.load(B + t[:, None] * b_stride + group[None, :], mask=there[:, None] & real[None, :], other=0.0)
-            c = tl.load(C + t[:, None] * c_stride + group[None, :], mask=there[:, None] & real[None, :], other=0.0)
-            v, b, c = v.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
-            apart = tl.where(i[:, None] >= i[None, :], between, float("-inf"))
-            pairs = tl.dot(c, tl.trans(b), input_precision=PRECISION) * tl.exp2(apart) * delta[None, :]
-            y = tl.dot(c, tl.trans(h), input_precision=PRECISION) * tl.exp2(total)[:, None]
-            y += tl.dot(pairs, v, input_precision=PRECISION) + skip * v
-            place = out + t[:, None] * (HEADS * DIM) + columns[None, :]
-            tl.store(place, y.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
-            left = v * (tl.exp2(until_end) * delta)[:, None]
-            h = h * tl.exp2(last) + tl.dot(tl.trans(left), b, input_precision=PRECISION)
-        page = tl.load(writes + row * width + run - start // RUN)
-        tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask & (page >= 0))
+    # One loop over the chunks of all runs: loads of the next chunk do not wait for the end of a run.
+    CHUNKS: tl.constexpr = (RUN + CHUNK - 1) // CHUNK  # of a run
+    position = start + length - 1
+    final = position // RUN * CHUNKS + position % RUN // CHUNK + 1
+    for chunk in range(start // RUN * CHUNKS + start % RUN // CHUNK, final):
+        run = chunk // CHUNKS
+        begin = run * RUN + chunk % CHUNKS * CHUNK - start  # in the row; the first chunk's may be below 0
+        run_end = tl.minimum((run + 1) * RUN - start, length)
+        t, there = (offset + begin + i).to(tl.int64), (begin + i >= 0) & (begin + i < run_end)
+        delta = _step_size(tl.load(dt + t * dt_stride + head, mask=there, other=0.0), shift, least, most)
+        delta = computed_once(tl.where(there, delta, 0.0))
+        some = delta * decay
+        total, last = tl.cumsum(some, axis=0), tl.sum(some, axis=0)
+        # Sums from each token (the columns) to each later one. Differences of sums from the chunk's start would lose
+        # small ones beside large ones.
+        between = tl.cumsum(tl.where(i[:, None] > i[None, :], some[:, None], 0.0), axis=0)
+        until_end = tl.sum(tl.where(i[:, None] > i[None, :], some[:, None], 0.0), axis=0)
+        v = tl.load(x + t[:, None] * x_stride + columns[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+        b = tl.load(B + t[:, None] * b_stride + group[None, :], mask=there[:, None] & real[None, :], other=0.0)
+        c = tl.load(C + t[:, None] * c_stride + group[None, :], mask=there[:, None] & real[None, :], other=0.0)
+        apart = tl.where(i[:, None] >= i[None, :], between, float("-inf"))
+        pairs = dot(c, tl.trans(b)) * tl.exp2(apart) * delta[None, :]
+        y = dot(c, tl.trans(h)) * tl.exp2(total)[:, None]
+        y += dot(pairs, v) + skip * v.to(tl.float32)
+        place = out + t[:, None] * (HEADS * DIM) + columns[None, :]
+        tl.store(place, y.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
+        left = v.to(tl.float32) * (tl.exp2(until_end) * delta)[:, None]
+        h = h * tl.exp2(last) + dot(tl.trans(left), b)
+        if begin + CHUNK >= run_end:
+            page = tl.load(writes + row * width + run - start // RUN)
+            tl.store(states + page * page_stride + cells, h.to(states.dtype.element_ty), mask=mask & (page >= 0))
 
 
 def ssd_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, bias: Tensor, limits: tuple[float, float],
     cache: StateCache, plan: StatePlan, *, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return the scan of x, as quire.kernels.ssd.ssd_scan. Tokens of x, dt, B and C may have any stride. With inputs
-    in 16 bits the products are in TF32, except for rows of one token. `deterministic`: a token's bits depend neither on
-    other rows of the step nor, with states in fp32, on how its row is cut into steps."""
+    """Return the scan of x, as quire.kernels.ssd.ssd_scan. Tokens of x, dt, B and C may have any stride.
+    `deterministic`: a token's bits depend neither on other rows of the step nor, with states in fp32, on how its row is
+    cut into steps."""
     (tokens, heads, dim), (groups, size), states = x.shape, B.shape[1:], cache.ssm
     assert states is not None, "a scan has states"
     assert states.shape[1:] == (heads, dim, size), f"states of {tuple(states.shape[1:])}, not {(heads, dim, size)}"
@@ -179,9 +185,11 @@ def ssd_scan(
     padded, block = max(power_of_2(size), MIN_DOT), min(max(power_of_2(dim), MIN_DOT), BLOCK)
     chunk = max(min(CHUNK, CHUNK_STATES // padded, power_of_2(plan.page_tokens)), MIN_DOT)
     blocks = cdiv(dim, block)
+    of_chunk = chunk * (2 * padded + block) * x.element_size()
+    stages = min(STAGES, (shared_memory(x.device) - 4 * (2 * padded * block + chunk * (block + chunk))) // of_chunk)
     _chunked[(rows * heads * blocks,)](
         *tensors, *numbers, *strides, *limits, PADDED=padded, BLOCK=block, BLOCKS=blocks, CHUNK=chunk, FEW=FEW,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **options, num_warps=4, num_stages=1,
+        **options, num_warps=CHUNKED_WARPS, num_stages=max(stages, 1),
     )  # fmt: skip
     return out
 

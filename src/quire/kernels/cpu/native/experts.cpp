@@ -1,5 +1,6 @@
 /* Experts: the choice of each token's, the order of rows by expert, the products of all experts, and weighted sums. A
-pair is a token and one of its chosen experts; tokens have `top` pairs each. */
+pair is a token and one of its chosen experts; tokens have `top` pairs each. Pairs of another rank's experts have the
+place -1: they have no rows. */
 #include "lanes.h"
 
 #include <algorithm>
@@ -51,7 +52,8 @@ template <class T> void combine(const Arg *a, int64_t chunk) {
     const lanes share = a[4].pointer ? sigmoid(all(to(as<T>(a[5])[row]))) : lanes{};
     for (int64_t i = begin; i < end; i += LANES) {
         lanes sum{};
-        for (int64_t k = 0; k < top; ++k) sum += weights[k] * load(as<T>(a[0]) + places[k] * size + i, end - i);
+        for (int64_t k = 0; k < top; ++k)
+            if (places[k] >= 0) sum += weights[k] * load(as<T>(a[0]) + places[k] * size + i, end - i);
         if (a[4].pointer) sum += share * load(as<T>(a[4]) + row * size + i, end - i);
         store(as<T>(a[3]) + row * size + i, sum, end - i);
     }
@@ -59,19 +61,24 @@ template <class T> void combine(const Arg *a, int64_t chunk) {
 
 } // namespace
 
-/* Sorts pairs by expert: those of expert e have the places bounds[e] to bounds[e + 1]. `hit`: the experts that have
-   pairs, then -1. Args: chosen, bounds, hit, places, pairs, experts, length of `hit`; all int64. One chunk. */
+/* Sorts pairs by expert: those of expert first + e have the places bounds[e] to bounds[e + 1], e < experts. `hit`: the
+   numbers e that have pairs, then -1. Args: chosen, bounds, hit, places, pairs, experts, length of `hit`, first; all
+   int64. One chunk. */
 QUIRE_EXPORT void experts_sort(const Arg *a, int64_t, void *) {
-    const int64_t *chosen = as<int64_t>(a[0]), pairs = a[4].integer, experts = a[5].integer;
+    const int64_t *chosen = as<int64_t>(a[0]), pairs = a[4].integer, experts = a[5].integer, first = a[7].integer;
     int64_t *bounds = as<int64_t>(a[1]), *hit = as<int64_t>(a[2]), *places = as<int64_t>(a[3]), hits = 0;
     std::fill(bounds, bounds + experts + 1, 0);
-    for (int64_t p = 0; p < pairs; ++p) places[p] = bounds[chosen[p] + 1]++;
+    for (int64_t p = 0; p < pairs; ++p) {
+        const int64_t e = chosen[p] - first;
+        places[p] = e >= 0 && e < experts ? bounds[e + 1]++ : -1;
+    }
     for (int64_t e = 0; e < experts; ++e) {
         if (bounds[e + 1]) hit[hits++] = e;
         bounds[e + 1] += bounds[e];
     }
     std::fill(hit + hits, hit + a[6].integer, -1);
-    for (int64_t p = 0; p < pairs; ++p) places[p] += bounds[chosen[p]];
+    for (int64_t p = 0; p < pairs; ++p)
+        if (places[p] >= 0) places[p] += bounds[chosen[p] - first];
 }
 
 /* Copies the row of x of each pair's token to the pair's place in `out`. Args: x, out, places, pairs, top, bytes of a
@@ -79,8 +86,9 @@ QUIRE_EXPORT void experts_sort(const Arg *a, int64_t, void *) {
 QUIRE_EXPORT void experts_gather(const Arg *a, int64_t chunk, void *) {
     const int64_t bytes = a[5].integer;
     for (int64_t p = chunk * a[7].integer; p < std::min(a[3].integer, (chunk + 1) * a[7].integer); ++p)
-        std::memcpy(as<char>(a[1]) + as<int64_t>(a[2])[p] * bytes, as<char>(a[0]) + p / a[4].integer * a[6].integer,
-                    size_t(bytes));
+        if (const int64_t place = as<int64_t>(a[2])[p]; place >= 0)
+            std::memcpy(as<char>(a[1]) + place * bytes, as<char>(a[0]) + p / a[4].integer * a[6].integer,
+                        size_t(bytes));
 }
 
 /* Multiplies the rows of each expert by its packed weight. Chunks are groups of panels of one expert after another.
