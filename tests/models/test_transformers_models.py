@@ -511,6 +511,7 @@ def test_layers_with_states_are_refused(files: Files) -> None:
     [
         ({"tp": 4}, "--tp is 4, which doesn't divide Cohere2ForCausalLM: it has 4 heads and 2 heads of keys"),
         ({"pp": 2}, "--pp is given, and 'Cohere2ForCausalLM' is computed by transformers"),
+        ({"tp": 2, "expert_parallel": True}, "--expert-parallel is given, and 'Cohere2ForCausalLM' is computed by"),
         ({"quantization": "int8"}, "--quantization is given"),
         ({"deterministic": True}, "--deterministic is given"),
         ({"speculative_method": "mtp"}, "leaves no hidden states|MTP|mtp"),
