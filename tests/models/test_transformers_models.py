@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -27,18 +28,21 @@ from test_equality import (
     outputs_of,
     random_model,
 )
+from transformers import core_model_loading
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.cli import main
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.errors import StartupError
-from quire.models import ARCHITECTURES, architectures, read_spec
+from quire.models import ARCHITECTURES, architectures, read_spec, transformers_plan, transformers_spec
 from quire.models.transformers_model import TransformersModel
+from quire.protocol.parallel_layout import Shard
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.startup.build import build, describe_memory_plan
 from quire.text.embedding import embedding_vector
+from quire.weights import transformers_loader
 
 WINDOWS = {
     "sliding_window": 9, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -46,7 +50,7 @@ WINDOWS = {
 }  # fmt: skip
 EXPERTS = {
     "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_experts_per_tok": 2, "head_dim": 8,
-    "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 LATENT = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 10,
@@ -109,6 +113,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "vaultgemma": WINDOWS,
     "youtu": LATENT,
 }
+WITHOUT_PLAN = ("bitnet", "diffllama", "hunyuan_v1_dense", "persimmon")  # of layers
+WHOLE_KEYS = (  # on each rank
+    "afmoe", "axk1", "deepseek_v3", "flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "minimax_m2",
+    "olmo3", "olmoe", "phimoe", "youtu",
+)  # fmt: skip
 THOROUGH = list(FAMILIES)[:3]  # windows beside full layers; latent attention; experts and scales
 CALIBRATION = "h200-llama3-8b"
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -117,10 +126,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 class SmallOracle(Oracle):
     """The same of a family that transformers computes."""
 
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(self, family: str, folder: Path, **changes: Any) -> None:
         torch.set_num_threads(1)  # as engines do; several are slow beside other tests
         self.compared, self.folder = Compared(), folder
-        settings = {**SIZES, "tie_word_embeddings": False, **FAMILIES[family]}
+        settings = {**SIZES, "tie_word_embeddings": False, **FAMILIES[family], **changes}
         self.model = random_model(transformers.AutoConfig.for_model(family, **settings))
         for name, numbers in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if name.endswith("bias"):  # smaller than other weights, so that answers depend on prompts
@@ -211,6 +220,230 @@ def test_prompt_logprobs_embeddings_and_drafts(oracle: Any, family: str) -> None
         assert_equal(model, drafting, model.prompts)
 
 
+# Ranks
+
+
+@pytest.fixture
+def ranks(threads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on threads. One loads at a time, since transformers changes its classes while it loads."""
+    lock, load = Lock(), transformers_loader.load_transformers_model
+
+    def load_alone(*args: Any) -> TransformersModel:
+        with lock:
+            return load(*args)
+
+    monkeypatch.setattr(transformers_loader, "load_transformers_model", load_alone)
+
+
+def check_ranks(model: Any, prompts: list[list[int]] | None = None, **settings: Any) -> Engine:
+    """Compare the tokens of ranks, by default two, with transformers'."""
+    engine = engine_of(model, **{"tp": 2, "device": "cpu", "page_size": 4, "kv_tokens": 1024, **settings})
+    try:
+        assert_equal(model, engine, prompts or model.prompts)
+    finally:
+        engine.close()
+    assert model.compared.ties == 0
+    return engine
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in WITHOUT_PLAN])
+def test_tokens_of_two_ranks_equal_transformers(oracle: Any, family: str) -> None:
+    """Over chunks, and again over pages that the prefix cache has."""
+    model = oracle(family)
+    engine = check_ranks(model, model.prompts * 2, max_num_batched_tokens=7)
+    assert engine.scheduler.memory.account().sharing.hits > 0
+    config = json.loads((model.folder / "config.json").read_text())
+    whole, part = ({layer.kv_heads for layer in read_spec(config, Shard(0, ranks)).layers} for ranks in (1, 2))
+    assert part == (whole if family in WHOLE_KEYS else {heads // 2 for heads in whole})
+
+
+def add_bias_on_every_rank(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return layer.add_up(torch.nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def look_up_by_the_last_digits(table: Any, ids: torch.Tensor) -> torch.Tensor:
+    return table.add_up(torch.nn.functional.embedding(ids % 49, table.weight))
+
+
+PLANTED: dict[str, tuple[str, Any, str, Any]] = {
+    "a bias on every rank": ("starcoder2", transformers_plan._SummedLinear, "forward", add_bias_on_every_rank),
+    "no sum": ("starcoder2", transformers_plan._Divided, "add_up", lambda layer, x: x),
+    "every rank's rows": ("starcoder2", transformers_plan._Lookup, "forward", look_up_by_the_last_digits),
+    "gate and up as one": (
+        "granitemoe",
+        transformers_plan.STYLES,
+        "packed_colwise",
+        transformers_plan.STYLES["colwise"],
+    ),
+}
+
+
+@pytest.mark.usefixtures("ranks", "forgotten")
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_show(oracle: Any, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, place, name, wrong = PLANTED[bug]
+    set_it = monkeypatch.setitem if isinstance(place, dict) else monkeypatch.setattr
+    set_it(place, name, wrong)
+    with pytest.raises(AssertionError, match="answers differ from transformers'"):
+        check_ranks(oracle(family))
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preemption": "swap", "swap_gib": 0.01, "kv_tokens": 72},
+        {"preemption": "recompute", "kv_tokens": 72},
+        {"memory": "virtual", "kv_tokens": 2048},
+        {"speculative_model": "itself", "num_speculative_tokens": 3, "adaptive_speculation": False},
+    ],
+    ids=str,
+)
+def test_memories_and_drafts_of_two_ranks(oracle: Any, settings: dict[str, Any]) -> None:
+    model = oracle("cohere2")
+    if "speculative_model" in settings:
+        settings = settings | {"speculative_model": str(model.folder)}
+    engine = check_ranks(model, model.prompts[:2] * 6, **settings)
+    assert (engine.scheduler.num_preemptions > 0) == ("preemption" in settings)
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(("family", "number"), [("gpt_neox", 4), ("granitemoe", 3), ("minicpm3", 4)])
+def test_tokens_of_more_ranks_equal_transformers(oracle: Any, family: str, number: int) -> None:
+    """Of 97 tokens two of four ranks have no rows."""
+    check_ranks(oracle(family), tp=number)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_tied_head_is_divided_with_the_embedding(tmp_path: Path) -> None:
+    model = SmallOracle("granite", tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    check_ranks(model)
+
+
+def test_ranks_as_processes(oracle: Any) -> None:
+    check_ranks(oracle("granitemoe"))
+
+
+@pytest.mark.parametrize("family", ["starcoder2", "deepseek_v3", "gpt_neox", "olmo3"])
+def test_a_rank_reads_and_has_its_part(oracle: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are those that the plan counts, no more are read, and the ranks' parts make up the whole."""
+    model, read = oracle(family), list[int]()
+    config = json.loads((model.folder / "config.json").read_text())
+    read_tensors = transformers_loader._read_tensors
+
+    def count(*args: Any) -> dict[str, torch.Tensor]:
+        tensors = read_tensors(*args)
+        read.append(sum(tensor.numel() for tensor in tensors.values()))
+        return tensors
+
+    monkeypatch.setattr(transformers_loader, "_read_tensors", count)
+    both = [
+        transformers_loader.load_transformers_model(
+            config, model.folder, torch.float32, torch.device("cpu"), 0, shard=Shard(rank, 2)
+        )
+        for rank in range(2)
+    ]
+    spec, halves = read_spec(config, Shard(0, 2)), [dict(rank.named_parameters()) for rank in both]
+    assert [spec.parameters] * 2 == [sum(weight.numel() for weight in half.values()) for half in halves]
+    assert read == [sum(numbers.numel() for numbers in rank.state_dict().values()) for rank in both]
+    assert 0.5 < spec.parameters / read_spec(config).parameters < 0.7
+    for name, whole in model.model.named_parameters():
+        base = f"base.{name.removeprefix(model.model.base_model_prefix + '.')}"
+        parts = [half.get(base, half.get(f"head.{name}")) for half in halves]
+        if name.endswith("gate_up_proj"):  # two groups of rows
+            whole, *parts = (each.unflatten(1, (2, -1)) for each in (whole, *parts))
+        for dim, size in enumerate(whole.shape):
+            if parts[0].shape[dim] != size:
+                parts = [torch.cat(parts, dim).narrow(dim, 0, size)]
+        assert all(torch.equal(part, whole) for part in parts), name
+
+
+@pytest.mark.usefixtures("ranks")
+def test_the_plan_and_dummy_weights_of_two_ranks(oracle: Any) -> None:
+    model = oracle("deepseek_v3")
+    config = EngineConfig.of(model=str(model.folder), device="cpu", skip_tokenizer_init=True, dtype="float32",
+                             kv_tokens=256, tp=2)  # fmt: skip
+    count = read_spec(json.loads((model.folder / "config.json").read_text()), Shard(0, 2)).parameters
+    assert any(f"{count:,} parameters in float32, on each of 2 ranks" in line for line in describe_memory_plan(config))
+    engine = build(replace(config, dummy_weights=True)).engine
+    try:
+        assert len(answers_of(engine, [[1, 2, 3]])[0]) == 20
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "changes", "cause"),
+    [
+        *((family, 2, {}, "has no plan that divides the layers of") for family in WITHOUT_PLAN),
+        ("cohere2", 4, {}, "--tp is 4, .* 4 heads and 2 heads of keys, .* Use 2 or a number that divides it"),
+        ("granite", 2, {"intermediate_size": 47}, "--tp is 2, .*layers.0.mlp.gate_proj.weight of Granite.* 47 rows"),
+        ("deepseek_v3", 3, {"num_attention_heads": 3}, "gate_up_proj of Deepseek.*: it has 64 rows in 2 parts"),
+        ("olmoe", 3, {}, "o_proj.weight of OlmoeForCausalLM: it has 32 columns"),
+        ("cohere", 2, {"use_qk_norm": True}, "--tp is 2, and so transformers' Cohere.* doesn't run"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_ranks_cannot_divide(family: str, ranks: int, changes: dict[str, Any], cause: str) -> None:
+    with pytest.raises(StartupError, match=cause):
+        read_spec(config_of(family, **changes), Shard(0, ranks))
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """Return the config.json of a family."""
+    settings = {**SIZES, "tie_word_embeddings": False, **FAMILIES[family], **changes}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = transformers.AutoConfig.for_model(family, **settings, **tokens).to_dict()
+    return {**config, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]}
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """What was found out by another plan is forgotten, before and after the test."""
+    transformers_spec._inspect.cache_clear()
+    yield
+    transformers_spec._inspect.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("rules", "cause"),
+    [
+        ({"layers.*.mlp.down_proj": "grouped"}, "plan for GraniteForCausalLM has the style grouped"),
+        ({"layers.*.mlp.act_fn": "colwise"}, "layers.0.mlp.act_fn has the style colwise .*for Linear: it is SiLU"),
+        ({"layers.*.mlp.down_proj": "embedding_rowwise"}, "down_proj .* is for Embedding: it is Linear"),
+        ({"layers.*.mlp.down_proj": "moe_tp_experts"}, "doesn't divide model.layers.0.mlp.down_proj.weight"),
+        (dict.fromkeys(("layers.*.self_attn.k_proj", "layers.*.self_attn.v_proj"), "replicate"),
+         "a rank has 2 of 4 heads and 2 of 2 heads of keys"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.usefixtures("forgotten")
+def test_plans_that_are_refused(rules: dict[str, str], cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = transformers.GraniteConfig
+    monkeypatch.setattr(kind, "base_model_tp_plan", kind.base_model_tp_plan | rules)
+    with pytest.raises(StartupError, match=cause):
+        read_spec(config_of("granite"), Shard(0, 2))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_heads_without_a_gathered_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.GraniteForCausalLM, "_tp_plan", {"lm_head": "colwise"})
+    with pytest.raises(StartupError, match="a rank has 48 of 96 logits"):
+        read_spec(config_of("granite", vocab_size=96), Shard(0, 2))
+
+
+def test_conversions_that_ranks_cannot_take(oracle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_model_loading, "MergeModulelist", core_model_loading.Transpose)
+    model = oracle("deepseek_v3")
+    config = json.loads((model.folder / "config.json").read_text())
+    with pytest.raises(StartupError, match=r"from .*experts\.0\..* in steps that ranks can't"):
+        transformers_loader.load_transformers_model(
+            config, model.folder, torch.float32, torch.device("cpu"), 0, shard=Shard(0, 2)
+        )
+
+
 # What is refused
 
 
@@ -276,8 +509,9 @@ def test_layers_with_states_are_refused(files: Files) -> None:
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
-        ({"tp": 2}, "--tp is given, and 'Cohere2ForCausalLM' is computed by transformers"),
+        ({"tp": 4}, "--tp is 4, which doesn't divide Cohere2ForCausalLM: it has 4 heads and 2 heads of keys"),
         ({"pp": 2}, "--pp is given, and 'Cohere2ForCausalLM' is computed by transformers"),
+        ({"tp": 2, "expert_parallel": True}, "--expert-parallel is given, and 'Cohere2ForCausalLM' is computed by"),
         ({"quantization": "int8"}, "--quantization is given"),
         ({"deterministic": True}, "--deterministic is given"),
         ({"speculative_method": "mtp"}, "leaves no hidden states|MTP|mtp"),
@@ -312,6 +546,28 @@ def test_weights_that_are_refused(files: Files, what: str) -> None:
         (files.folder / "model.safetensors").write_bytes(b"\xff" * 100_000)
     with pytest.raises(StartupError, match=cause):
         engine_of(files)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", (24, 32)),  # as one of two ranks has it
+        ("model.layers.0.mlp.down_proj.weight", (32, 24)),
+        ("model.embed_tokens.weight", (100, 32)),  # padded alike
+        ("model.layers.0.self_attn.k_proj.weight", ()),
+        ("model.layers.0.self_attn.k_proj.weight", (0, 32)),
+        ("model.layers.0.mlp.up_proj.weight", (48, 3)),
+        ("model.layers.0.mlp.up_proj.weight", (48,)),
+    ],
+    ids=str,
+)
+def test_shapes_that_ranks_refuse(files: Files, name: str, shape: tuple[int, ...]) -> None:
+    files.tensors[name] = torch.zeros(shape)
+    files.write()
+    with pytest.raises(StartupError, match=r"has the shape|don't fit Cohere2ForCausalLM"):
+        transformers_loader.load_transformers_model(
+            files.config, files.folder, torch.float32, torch.device("cpu"), 0, shard=Shard(1, 2)
+        )
 
 
 def test_transformers_is_not_installed(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,3 +625,7 @@ def test_the_documentation_names_the_families() -> None:
     _, _, section = text.partition("## Models of transformers\n")
     named = set(re.findall(r"`(\w+)`", section.partition("\n## ")[0]))
     assert {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in FAMILIES} <= named
+    [ranks] = [part for part in section.split("\n\n") if part.startswith("`--tp N`")]
+    named = set(re.findall(r"`(\w+ForCausalLM)`", ranks))
+    assert named == {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] for family in (*WITHOUT_PLAN, *WHOLE_KEYS)}
+    assert f"Of the {len(FAMILIES)}, {len(FAMILIES) - len(WITHOUT_PLAN)} have such a plan" in " ".join(ranks.split())

@@ -231,8 +231,10 @@ def read_spec(config: dict[str, Any], shard: Shard = UNSHARDED) -> ModelSpec:
         )
     from quire.models import transformers_spec
 
-    if shard.tp_size > 1 or shard.pp_size > 1:
-        flag = "--tp" if shard.tp_size > 1 else "--pp"
-        raise StartupError(f"{flag} is given, and {name} is computed by transformers, in one process",
-                           "Leave it out; --replicas serves several of it")  # fmt: skip
-    return transformers_spec.read_spec(config)
+    for flag, given in (("--pp", shard.pp_size > 1), ("--expert-parallel", shard.expert_parallel)):
+        if given:
+            raise StartupError(
+                f"{flag} is given, and {name} is computed by transformers",
+                "Leave it out; --tp divides many of them, and --replicas serves several of it",
+            )
+    return transformers_spec.read_spec(config, shard.tp_size)

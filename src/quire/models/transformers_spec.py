@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +29,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from quire.errors import StartupError, short_repr
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_LAYERS
+from quire.models.transformers_plan import TP_REMEDY, divide
 from quire.protocol.model_spec import LayerSpec, ModelSpec
+from quire.protocol.parallel_layout import Shard
 
 PAGED, INSPECTED = "quire", "quire_inspection"
 """The attention implementations that are registered with transformers: attention over the pages, and that of a run
@@ -186,13 +189,45 @@ def make_config(config: dict[str, Any], attention: str) -> Any:
     return made
 
 
-def read_spec(config: dict[str, Any]) -> ModelSpec:
-    """Return the ModelSpec of a config.json whose model transformers computes. Raise StartupError if it can't be."""
-    return _inspect(json.dumps(config, sort_keys=True))
+def read_spec(config: dict[str, Any], ranks: int = 1) -> ModelSpec:
+    """Return the ModelSpec of a config.json whose model transformers computes; of one of `ranks` ranks, which all have
+    equal parts. Raise StartupError if it can't be computed or divided so."""
+    text = json.dumps(config, sort_keys=True)
+    whole = _inspect(text)
+    if ranks == 1:
+        return whole
+    part = _inspect(text, ranks)
+    if part.vocab_size != whole.vocab_size:
+        raise StartupError(f"--tp is {ranks}, and by transformers' plan for {whole.family} a rank has "
+                           f"{part.vocab_size} of {whole.vocab_size} logits", TP_REMEDY)  # fmt: skip
+    for layer, local in zip(whole.layers, part.layers, strict=True):
+        heads, local_heads = layer.heads or 0, local.heads or 0
+        if (heads, layer.kv_heads) not in (
+            (local_heads, local.kv_heads), (local_heads * ranks, local.kv_heads * ranks)
+        ):  # fmt: skip
+            _check_heads(whole, ranks)
+            raise StartupError(
+                f"--tp is {ranks}, and by transformers' plan for {whole.family} a rank has {local_heads} of {heads} "
+                f"heads and {local.kv_heads} of {layer.kv_heads} heads of keys",
+                TP_REMEDY,
+            )
+    return part
+
+
+def _check_heads(spec: ModelSpec, ranks: int) -> None:
+    """Raise StartupError, which names the possible numbers, if ranks can't have whole heads."""
+    for layer in spec.layers:
+        heads = layer.heads or 0
+        if heads % ranks or layer.kv_heads % ranks:
+            raise StartupError(
+                f"--tp is {ranks}, which doesn't divide {spec.family}: it has {heads} heads and {layer.kv_heads} heads "
+                "of keys, and transformers computes whole ones",
+                f"Use {math.gcd(heads, layer.kv_heads)} or a number that divides it, or --replicas",
+            )
 
 
 @lru_cache(maxsize=4)
-def _inspect(text: str) -> ModelSpec:
+def _inspect(text: str, ranks: int = 1) -> ModelSpec:
     config = json.loads(text)
     model_class = resolve_class(config)
     name, settings = model_class.__name__, make_config(config, INSPECTED)
@@ -201,6 +236,8 @@ def _inspect(text: str) -> ModelSpec:
     try:
         with torch.device("meta"), torch.inference_mode():
             model = model_class._from_config(settings, dtype=torch.bfloat16).eval()
+            if ranks > 1:
+                divide(model, Shard(0, ranks))
             parameters = sum(weight.numel() for weight in model.parameters())
             base = split_head(model)
             _check_parts(name, base)
@@ -212,8 +249,11 @@ def _inspect(text: str) -> ModelSpec:
     except StartupError:
         raise
     except Exception as error:  # of any kind: config.json is untrusted
-        raise StartupError(f"transformers' {name} doesn't run with quire's attention: {_reason(error)}",
-                           REMEDY) from error  # fmt: skip
+        if ranks > 1 and not inspection.layers:  # it came to no attention
+            _check_heads(_inspect(text), ranks)
+        given, remedy = (f"--tp is {ranks}, and so ", TP_REMEDY) if ranks > 1 else ("", REMEDY)
+        raise StartupError(f"{given}transformers' {name} doesn't run with quire's attention: {_reason(error)}",
+                           remedy) from error  # fmt: skip
     sizes, layers = settings.get_text_config(), inspection.layer_specs()
     if len(layers) < sizes.num_hidden_layers:
         raise StartupError(f"transformers' {name} has layers that don't attend", REMEDY)

@@ -169,7 +169,7 @@ def _load_model(
         folder = None if config.dummy_weights else checkpoint.path
         if folder is not None:
             check_weight_bytes(folder, checkpoint.spec.parameters)
-        made = load_transformers_model(checkpoint.config, folder, dtype, device, config.seed, progress)
+        made = load_transformers_model(checkpoint.config, folder, dtype, device, config.seed, progress, shard)
         return made, LoadedFiles((), 0)
     scheme = resolve_scheme(checkpoint.config, config.quantization)
     path = None if config.dummy_weights else checkpoint.path  # None: dummy weights
