@@ -37,8 +37,7 @@ from quire.weights.fp8 import (
 from quire.weights.low_bit import MXFP4_FORMAT, choose_formats, from_mxfp4, low_bit_layers, set_rows
 from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
-from quire.weights.stacked_experts import MXFP4_GROUP, StackedExperts, scale_files
-from quire.weights.stacked_tensors import UnstackedFile
+from quire.weights.stacked_tensors import MXFP4_GROUP, MixedExpertsFile, UnstackedFile, scale_files
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
 
 if TYPE_CHECKING:
@@ -136,8 +135,8 @@ def load_weights(
         for path in files:
             try:
                 with safe_open(path, framework="pt", device=str(device)) as opened:
-                    file: StackedExperts | UnstackedFile = (
-                        StackedExperts(opened, path, experts, scales_of_experts, str(device))
+                    file = (
+                        MixedExpertsFile(opened, path, experts, scales_of_experts, str(device))
                         if experts
                         else UnstackedFile(opened, lambda key: _strip_prefix(key, every.weight_prefixes) in stacked)
                     )
@@ -312,7 +311,7 @@ def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:
 
 def _read_mxfp4(file: Any, target: LoadTarget, key: str, path: Path) -> tuple[Tensor, Tensor] | None:
     """Read an expert's weight in MXFP4, or a rank's slice of it, as blocks and scales. None if it is to be expanded."""
-    if not target.rows.is_meta or not isinstance(file, StackedExperts):
+    if not target.rows.is_meta or not isinstance(file, MixedExpertsFile):
         return None
     part, pair = target.tensor_slice, file.get_blocks(key)
     if pair is None:
