@@ -14,12 +14,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # scripts, not a part of the package
 
 import compare_cpu
+import compare_gguf
 import compare_models
 import compare_structured
 import compare_tokens
 import compare_worker
+from compare_cpu import Contestant
 
-from quire import SamplingParams
+from quire import LLM, SamplingParams
 from quire.bench.traces import tokenizer_of
 from quire.config import EngineConfig
 from quire.text.tokenizer import Tokenizer
@@ -39,7 +41,7 @@ def found(seconds: float, first: float = 0.5, name: str = "W2") -> dict[str, Any
 
 
 def test_the_fastest_run_of_a_process_and_the_median_of_rounds_count() -> None:
-    result = compare_cpu.summary("quire", "bf16", [found(1.77), found(14.47), found(3.04)])
+    result = compare_cpu.summary(Contestant("125m", "quire", "bf16"), [found(1.77), found(14.47), found(3.04)])
     assert result["numbers"]["W2"] == pytest.approx([10.0, 110.0, 20.0])
     assert result["medians"]["W2"] == pytest.approx(20.0)
     assert (result["medians"]["peak_gb"], result["cores_used_by_others"]) == (1.0, pytest.approx(0.1))
@@ -50,21 +52,24 @@ def test_ratios_say_how_many_times_as_fast_quire_is() -> None:
     for engine, seconds in (("quire", 2.0), ("vllm", 3.0)):
         rounds = [{**found(seconds, name="W1"), "workloads": {
             name: found(seconds, name=name)["workloads"][name] for name in ("W1", "W3")}}]  # fmt: skip
-        rows.append(compare_cpu.summary(engine, "bf16", rounds))
-    rows.append(compare_cpu.summary("llama", "bf16", [{"error": "it broke"}]))
+        rounds[0]["tokens"] = [5, 6, 7 if engine == "quire" else 8]
+        rows.append(compare_cpu.summary(Contestant("125m", engine, "bf16"), rounds))
+    rows.append(compare_cpu.summary(Contestant("500m", "llama", "bf16"), [found(1.0)]))  # of another model
+    rows.append(compare_cpu.summary(Contestant("125m", "llama", "bf16"), [{"error": "it broke"}]))
     [only] = compare_cpu.ratios(rows)
     assert (only["against"], only["times_as_fast"]) == ("vllm", pytest.approx({"W1": 1.5, "W3": 1.5}))
+    assert (only["model"], only["same_first_tokens"]) == ("125m", 2)
     shown = compare_cpu.show(rows)
-    assert "llama, bf16: it broke" in shown
+    assert "llama, 125m bf16: it broke" in shown
     assert "1.50" in shown
 
 
 def test_engines_take_turns_and_one_that_failed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = []
 
-    def run_one(args: Any, engine: str, kind: str, number: int) -> dict[str, Any]:
-        turns.append((number, engine))
-        return {"error": "no"} if engine == "vllm" else found(1.0 + number)
+    def run_one(args: Any, contestant: Contestant, number: int) -> dict[str, Any]:
+        turns.append((number, contestant.engine))
+        return {"error": "no"} if contestant.engine == "vllm" else found(1.0 + number)
 
     monkeypatch.setattr(compare_cpu, "run_one", run_one)
     kept: list[int] = []
@@ -92,7 +97,8 @@ def test_one_process_of_quire_measures_a_tiny_model(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(compare_cpu.WORKLOADS, "S8", compare_worker.Workload(2, 8, 4, 3))
     args = given("--threads", "1", "--workloads", "S8", "--wait", "0", "--repeats", "1", "--kv-gib", "0.01")
     args.folder = tmp_path
-    result = compare_cpu.run_one(args, "quire", "bf16", 0)
+    contestant = Contestant("125m", "quire", "bf16")
+    result = compare_cpu.run_one(args, contestant, 0)
     assert "error" not in result, result
     [run] = result["workloads"]["S8"]["runs"]
     assert 0 < run["seconds"] < 60
@@ -101,7 +107,25 @@ def test_one_process_of_quire_measures_a_tiny_model(tmp_path: Path, monkeypatch:
     config = json.loads((tmp_path / "125m-bf16" / "config.json").read_text())
     config["num_hidden_layers"] = 3  # more than the file holds
     (tmp_path / "125m-bf16" / "config.json").write_text(json.dumps(config))
-    assert "config.json makes" in compare_cpu.run_one(args, "quire", "bf16", 0)["error"]
+    assert "config.json makes" in compare_cpu.run_one(args, contestant, 0)["error"]
+
+
+@pytest.mark.parametrize("name", compare_models.GGUF_SHAPES)
+def test_quire_runs_a_mixture_or_hybrid_of_random_weights(name: str, tmp_path: Path) -> None:
+    small = {"hidden": 64, "inner": 32, "heads": 2, "kv_heads": 1, "layers": 3, "attention_layers": [1], "experts": 4,
+             "experts_used": 2, "vocabulary": 50}  # fmt: skip
+    shape, path = compare_models.GGUF_SHAPES[name], tmp_path / "a.gguf"
+    compare_gguf.random(json.dumps({**shape, **{key: small[key] for key in small if key in shape}}), path)
+    with LLM(path, dtype="float32", skip_tokenizer_init=True, max_model_len=64, kv_gib=0.01) as llm:
+        [answer] = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert len(answer.outputs[0].token_ids) == 4
+
+
+def test_models_and_their_formats_take_turns() -> None:
+    args = given("--model", "lfm2", "125m", "--peers", "vllm", "llama")
+    engines = [(one.model, one.engine, one.kind) for one in compare_cpu.contestants(args)]
+    assert engines == [("lfm2", "quire", "q4_0"), ("lfm2", "llama", "q4_0"), ("125m", "quire", "bf16"),
+                       ("125m", "vllm", "bf16"), ("125m", "llama", "bf16")]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

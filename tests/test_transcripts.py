@@ -48,7 +48,7 @@ def test_transcripts_are_what_comes_out(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_every_transcript_has_a_document_and_an_end() -> None:
     marked = [path.name for path in transcripts.DOCUMENTS if "<!-- transcript" in path.read_text(encoding="utf-8")]
-    assert marked == ["parallel.md", "plan-log.md", "serving.md", "tiny-model.md"]
+    assert marked == ["memories.md", "parallel.md", "plan-log.md", "serving.md", "tiny-model.md"]
     for path in transcripts.DOCUMENTS:
         text = path.read_text(encoding="utf-8")
         assert len(transcripts.MARKED.findall(text)) == text.count("<!-- transcript") == text.count("<!-- end -->")

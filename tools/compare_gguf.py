@@ -2,7 +2,8 @@
 no tokenizers: the comparison gives token ids.
 
 usage: compare_gguf.py write FOLDER OUT.gguf         a Llama's Hugging Face folder -> GGUF, in bf16
-       compare_gguf.py quantize IN.gguf OUT.gguf f32|bf16|q8_0|q4_0|q4_1|q5_0|q4_k|q6_k     by llama.cpp's code
+       compare_gguf.py random SHAPE OUT.gguf         random weights in bf16; SHAPE is JSON as in compare_models.py
+       compare_gguf.py quantize IN.gguf OUT.gguf f32|bf16|q8_0|q4_0|q4_1|q5_0|q4_k|q6_k|mxfp4   by llama.cpp's code
        compare_gguf.py read IN.gguf FOLDER           a Llama's GGUF -> a folder, in bf16
 """
 
@@ -12,7 +13,7 @@ import json
 import re
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 TYPES = {
     "f32": "ALL_F32", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0", "q4_1": "MOSTLY_Q4_1",
     "q5_0": "MOSTLY_Q5_0", "q4_k": "MOSTLY_Q4_K_M", "q6_k": "MOSTLY_Q6_K",
+    "mxfp4": "MOSTLY_MXFP4_MOE",  # experts; the rest in Q8_0
 }  # fmt: skip
 BF16_FILE = 32
+WINDOW, TAPS = 128, 3  # of the models of `random`: tokens of gpt-oss's window, of LFM2's convolutions
 
 
 def stored_name(name: str) -> str:
@@ -80,6 +83,87 @@ def write(folder: Path, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def random(shape_json: str, out: Path) -> None:
+    """Write a model of a shape of compare_models.GGUF_SHAPES: weights of deviation 0.02, norms of ones. Matrices are in
+    bf16, the others in fp32."""
+    shape = json.loads(shape_json)
+    architecture, layers, kv_heads = shape["architecture"], shape["layers"], shape["kv_heads"]
+    head_dim = shape["hidden"] // shape["heads"]
+    attention = set(shape.get("attention_layers", range(layers)))
+    writer = gguf.GGUFWriter(str(out), architecture)
+    writer.add_context_length(8192)
+    writer.add_embedding_length(shape["hidden"])
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(shape["inner"])
+    writer.add_head_count(shape["heads"])
+    per_layer = [kv_heads if layer in attention else 0 for layer in range(layers)]
+    writer.add_head_count_kv(per_layer if architecture == "lfm2" else kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(shape["rope_base"])
+    writer.add_vocab_size(shape["vocabulary"])
+    if "experts" in shape:
+        writer.add_expert_count(shape["experts"])
+        writer.add_expert_used_count(shape["experts_used"])
+        writer.add_expert_feed_forward_length(shape["inner"])
+    if architecture == "gpt-oss":
+        writer.add_sliding_window(WINDOW)
+    if architecture == "lfm2":
+        writer.add_shortconv_l_cache(TAPS)
+    writer.add_tokenizer_model("none")
+    writer.add_file_type(BF16_FILE)
+    generator = np.random.default_rng(0)
+    for name, sizes in random_tensors(shape, attention):
+        numbers = generator.standard_normal(sizes, np.float32) * np.float32(0.02)
+        if name.endswith("norm.weight"):
+            numbers = np.ones(sizes, np.float32)
+        if len(sizes) == 1 or name.endswith((".bias", "ffn_gate_inp.weight", "shortconv.conv.weight")):
+            writer.add_tensor(name, numbers)
+            continue
+        kind = gguf.GGMLQuantizationType.BF16
+        packed = gguf.quants.quantize(numbers, kind)
+        writer.add_tensor(name, packed, raw_shape=packed.shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def random_tensors(shape: dict[str, Any], attention: set[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and sizes of the tensors of a shape whose layers `attention` have attention."""
+    hidden, inner, vocabulary, experts = shape["hidden"], shape["inner"], shape["vocabulary"], shape.get("experts")
+    head_dim = hidden // shape["heads"]
+    keys = shape["kv_heads"] * head_dim
+    is_oss, is_lfm = shape["architecture"] == "gpt-oss", shape["architecture"] == "lfm2"
+    yield "token_embd.weight", (vocabulary, hidden)
+    yield f"{'token_embd_norm' if is_lfm else 'output_norm'}.weight", (hidden,)
+    if not is_lfm:
+        yield "output.weight", (vocabulary, hidden)
+    of_attention = {"attn_q": (hidden, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
+                    "attn_output": (hidden, hidden)}  # fmt: skip
+    of_convolution = {"shortconv.in_proj": (3 * hidden, hidden), "shortconv.out_proj": (hidden, hidden)}
+    of_mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    for layer in range(shape["layers"]):
+        matrices: dict[str, tuple[int, ...]] = {**(of_attention if layer in attention else of_convolution)}
+        if experts:
+            matrices["ffn_gate_inp"] = (experts, hidden)
+        matrices |= {f"ffn_{name}{'_exps' if experts else ''}": (experts, *sizes) if experts else sizes
+                     for name, sizes in of_mlp.items()}  # fmt: skip
+        for name, sizes in matrices.items():
+            yield f"blk.{layer}.{name}.weight", sizes
+            if is_oss:
+                yield f"blk.{layer}.{name}.bias", sizes[:-1]
+        yield f"blk.{layer}.attn_norm.weight", (hidden,)
+        yield f"blk.{layer}.{'post_attention_norm' if is_oss else 'ffn_norm'}.weight", (hidden,)
+        if is_oss:
+            yield f"blk.{layer}.attn_sinks.weight", (shape["heads"],)
+        elif layer in attention:
+            yield from ((f"blk.{layer}.attn_{name}_norm.weight", (head_dim,)) for name in "qk")
+        else:
+            yield f"blk.{layer}.shortconv.conv.weight", (hidden, TAPS)
 
 
 def tensors(path: Path) -> Any:
@@ -161,7 +245,6 @@ def save(path: Path, found: dict[str, np.ndarray]) -> None:
 
 
 if __name__ == "__main__":
-    command, *rest = sys.argv[1:]
-    paths = [Path(path) for path in rest[:2]]
-    commands: dict[str, Callable[..., None]] = {"write": write, "quantize": quantize, "read": read}
-    commands[command](*paths, *rest[2:])
+    command, source, result, *rest = sys.argv[1:]
+    commands: dict[str, Callable[..., None]] = {"write": write, "random": random, "quantize": quantize, "read": read}
+    commands[command](source if command == "random" else Path(source), Path(result), *rest)

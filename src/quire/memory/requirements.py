@@ -22,7 +22,7 @@ def check_states(config: EngineConfig, spec: ModelSpec) -> None:
     if config.memory not in PAGE_TABLE_MEMORIES:
         raise StartupError(
             f"--memory is {config.memory}, and the model's layers keep a running state, which this memory cannot hold",
-            "Use --memory paged, or uniform",
+            "Use --memory paged",
         )
     if config.memory == "uniform" and config.prefix_tokens:
         raise StartupError(
@@ -67,7 +67,7 @@ def check_vision(config: EngineConfig, spec: ModelSpec, itemsize: int) -> None:
     if config.memory not in PAGE_TABLE_MEMORIES:
         raise StartupError(
             f"--memory is {config.memory}, and the model takes images, which this memory cannot hold",
-            "Use --memory paged, or uniform",
+            "Use --memory paged",
         )
     if spec.min_budget:
         raise StartupError(

@@ -62,7 +62,7 @@ class DecoderConfig:
     `intermediate_key` is the name of `intermediate` in config.json, for errors.
 
     `weight_names` are without the prefix, one of `weight_prefixes`; tensors that match `ignored_weights` are not
-    loaded. `stacked_experts`: the tensors of all experts are one (see quire.weights.stacked_experts). `grouped_qkv`: a
+    loaded. `stacked_experts`: the tensors of all experts are one (see quire.weights.stacked_tensors). `grouped_qkv`: a
     tensor of queries, keys and values has these of one key head after another. Parameters that match
     `transposed_weights` are [in, out] in a checkpoint."""
 

@@ -77,7 +77,8 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
 
         def ready() -> None:
             print_line(f"quire serves {model_names[0]} at {url} (ready in {time.perf_counter() - start:.1f} s)")
-            print_line(curl_line(url + options.root_path, chat=llm.prompts.chat_template is not None, key=bool(keys)))
+            chat, text = llm.prompts.chat_template is not None, llm.prompts.tokenizer is not None
+            print_line(curl_line(url + options.root_path, chat=chat, text=text, key=bool(keys)))
 
         status = run_loop(_serve(app, listener, llm, options, frontends, prefixes, ready, print_line))
     finally:
@@ -191,11 +192,13 @@ def server_url(host: str, port: int, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://{name}:{port}"
 
 
-def curl_line(url: str, *, chat: bool, key: bool) -> str:
-    """Return an example request for a shell. With TLS, curl does not check the certificate: few certificates are made
-    for the machine's own address."""
+def curl_line(url: str, *, chat: bool, text: bool, key: bool) -> str:
+    """Return an example request for a shell: a chat, else a prompt of text, else of token ids. With TLS, curl does not
+    check the certificate: few certificates are made for the machine's own address."""
     path, body = "/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 40}'
-    if chat:
+    if not text:
+        body = '{"prompt": [5, 6, 7], "max_tokens": 40, "return_token_ids": true}'
+    elif chat:
         path, body = "/v1/chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'
     secret = ' -H "Authorization: Bearer $QUIRE_API_KEY"' if key else ""
     curl = "curl --insecure" if url.startswith("https") else "curl"

@@ -37,8 +37,7 @@ from quire.weights.fp8 import (
 from quire.weights.low_bit import MXFP4_FORMAT, choose_formats, from_mxfp4, low_bit_layers, set_rows
 from quire.weights.low_bit import UNQUANTIZED_MODULES as LOW_BIT_UNQUANTIZED
 from quire.weights.mapped_files import MIN_MAPPED_BYTES, MappedFile, copy_tensor
-from quire.weights.stacked_experts import MXFP4_GROUP, StackedExperts, scale_files
-from quire.weights.stacked_tensors import UnstackedFile
+from quire.weights.stacked_tensors import MXFP4_GROUP, MixedExpertsFile, UnstackedFile, scale_files
 from quire.weights.tensor_slices import TensorSlice, tensor_slices, zero_padding
 
 if TYPE_CHECKING:
@@ -113,7 +112,7 @@ def load_weights(
     without weights. On a CPU large weights that need no conversion are not copied, but stay in the mapped files.
 
     Raise StartupError, naming file and tensor, for tensors that are missing, unknown, duplicate or of the wrong shape
-    or kind, for scales that aren't finite and above 0, and for damaged files.
+    or kind, for numbers that aren't finite, for scales that aren't finite and above 0, and for damaged files.
     """
     targets = build_targets(model, scheme)
     device = next(parameter for parameter in model.parameters() if not parameter.is_meta).device
@@ -136,8 +135,8 @@ def load_weights(
         for path in files:
             try:
                 with safe_open(path, framework="pt", device=str(device)) as opened:
-                    file: StackedExperts | UnstackedFile = (
-                        StackedExperts(opened, path, experts, scales_of_experts, str(device))
+                    file = (
+                        MixedExpertsFile(opened, path, experts, scales_of_experts, str(device))
                         if experts
                         else UnstackedFile(opened, lambda key: _strip_prefix(key, every.weight_prefixes) in stacked)
                     )
@@ -185,7 +184,7 @@ def load_weights(
     missing = [name for name in (*wanted, *scales) if name not in filled]
     missing += [name for packed in grouped.values() for name in packed.missing_tensors]
     if missing:
-        raise _missing_tensors_error(every, folder, missing)
+        raise _missing_tensors_error(every, _files_text(folder, files), missing)
     for rows, scale in products:
         rows.copy_(dequantize(rows, scale))
     for name, packed in grouped.items():
@@ -200,7 +199,8 @@ def load_weights(
 def load_draft_ids(folder: Path, count: int, vocab_size: int) -> Tensor:
     """Return the tokens [count] that an EAGLE-3 head drafts: each is its index plus the number in the tensor `d2t`.
     Raise StartupError if that has another shape or dtype, or names no token of `vocab_size`, or one twice."""
-    for path in tensor_files(folder):
+    files = tensor_files(folder)
+    for path in files:
         with safe_open(path, framework="pt") as file:
             for key in {"d2t", "model.d2t"} & {*file.keys()}:
                 offsets: Tensor = file.get_tensor(key)
@@ -215,10 +215,15 @@ def load_draft_ids(folder: Path, count: int, vocab_size: int) -> Tensor:
                 if len(ids.unique()) < count:
                     raise StartupError(f"{key} in {path} names a token twice", FIT_REMEDY)
                 return ids
-    raise StartupError(f"{folder} lacks d2t", FIT_REMEDY)
+    raise StartupError(f"{_files_text(folder, files)} lacks d2t", FIT_REMEDY)
 
 
-def _missing_tensors_error(model: Model, folder: Path, missing: list[str]) -> StartupError:
+def _files_text(folder: Path, files: Sequence[Path]) -> str:
+    """Return the name of a checkpoint's file; of its folder if there are several."""
+    return str(files[0]) if len(files) == 1 else f"{folder} ({len(files)} safetensors files)"
+
+
+def _missing_tensors_error(model: Model, checkpoint: str, missing: list[str]) -> StartupError:
     """Return the error that names the missing tensors, with its own text if a vision encoder's projector is missing."""
     missing_set = set(missing)
     tower, projector = set[str](), set[str]()
@@ -228,8 +233,8 @@ def _missing_tensors_error(model: Model, folder: Path, missing: list[str]) -> St
     if projector and projector <= missing_set:
         has = "no vision tower and no projector" if tower <= missing_set else "a vision tower without its projector"
         names = join_names(name for name in missing if name in projector)
-        return StartupError(f"{folder} has {has}: it lacks {names}", PROJECTOR_REMEDY)
-    return StartupError(f"{folder} lacks {join_names(missing)}", FIT_REMEDY)
+        return StartupError(f"{checkpoint} has {has}: it lacks {names}", PROJECTOR_REMEDY)
+    return StartupError(f"{checkpoint} lacks {join_names(missing)}", FIT_REMEDY)
 
 
 def _find_packed_weights(
@@ -310,7 +315,7 @@ def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:
 
 def _read_mxfp4(file: Any, target: LoadTarget, key: str, path: Path) -> tuple[Tensor, Tensor] | None:
     """Read an expert's weight in MXFP4, or a rank's slice of it, as blocks and scales. None if it is to be expanded."""
-    if not target.rows.is_meta or not isinstance(file, StackedExperts):
+    if not target.rows.is_meta or not isinstance(file, MixedExpertsFile):
         return None
     part, pair = target.tensor_slice, file.get_blocks(key)
     if pair is None:
@@ -388,14 +393,17 @@ def load_tensor(
         )
         return
     if not target.is_fp8 or from_checkpoint:
+        name = f"{short_repr(key)} in {path}"
         if mapped_file is None or not mapped_file.contains(tensor):
-            copy_tensor(tensor, target.rows)
+            _copy_finite(tensor, target.rows, name)
         elif target.whole_parameter is not None and tensor.dtype == target.rows.dtype:
+            check_finite(tensor, name)
             target.whole_parameter.data = tensor
         elif target.layer is not None and not target.is_fp8:
-            target.layer.deferred_loads.append(partial(mapped_file.copy_and_release, tensor, target.rows))
+            load = partial(_copy_and_release, mapped_file, tensor, target.rows, name)
+            target.layer.deferred_loads.append(load)
         else:
-            copy_tensor(tensor, target.rows)
+            _copy_finite(tensor, target.rows, name)
         return
     numbers, scale = quantize(tensor, max_reduce if target.is_column_sharded else None)
     if not scale.isfinite().all():
@@ -405,6 +413,26 @@ def load_tensor(
     else:
         target.rows.copy_(numbers)
         target.scale.copy_(scale[None])
+
+
+def _copy_finite(tensor: Tensor, to: Tensor, tensor_name: str) -> None:
+    """Copy a tensor, converted. Raise StartupError if a number of the copy isn't finite."""
+    copy_tensor(tensor, to)
+    check_finite(to, tensor_name)
+
+
+def _copy_and_release(file: MappedFile, tensor: Tensor, to: Tensor, tensor_name: str) -> None:
+    """Copy a tensor in a mapped file like `_copy_finite`, and release the file's pages."""
+    _copy_finite(tensor, to, tensor_name)
+    file.release()
+
+
+def check_finite(tensor: Tensor, tensor_name: str) -> None:
+    """Raise StartupError if a number isn't finite. One that isn't makes the sum so, too; a sum of large numbers may be
+    infinite without it."""
+    if tensor.dtype in FLOAT_DTYPES and not tensor.sum().isfinite() and not tensor.isfinite().all():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise StartupError(f"{tensor_name} has a number that isn't finite, or is too large for {dtype}", DOWNLOAD_AGAIN)
 
 
 def _quantize(tensor: Tensor, low_bit_format: LowBitFormat, tensor_name: str) -> LowBitWeight:

@@ -46,11 +46,6 @@ class MappedFile(NamedTuple):
         inside = tensor.is_contiguous() and self.begin <= begin and begin + size <= self.end
         return inside and size >= MIN_MAPPED_BYTES and begin % tensor.element_size() == 0
 
-    def copy_and_release(self, tensor: Tensor, to: Tensor) -> None:
-        """Copy `tensor`, which is in this mapping, to `to`, and release the mapping's pages."""
-        copy_tensor(tensor, to)
-        self.release()
-
     def release(self) -> None:
         """Give the pages back to the system. They are unmodified, and read from the file again on the next access."""
         if hasattr(mmap, "MADV_DONTNEED"):

@@ -23,7 +23,7 @@ from quire.models.transformers_plan import TP_REMEDY, ParameterPart, divide, div
 from quire.models.transformers_spec import PAGED, make_config, read_spec, resolve_class
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 from quire.weights.checkpoint_files import FIT_REMEDY, tensor_files
-from quire.weights.loader import FLOAT_DTYPES, join_names
+from quire.weights.loader import FLOAT_DTYPES, check_finite, join_names
 
 CONSTANTS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|(masked_)?bias|attention\.(masked_)?bias)")
 """Tensors of some checkpoints that a model computes itself: frequencies and causal masks."""
@@ -157,6 +157,7 @@ def _read_tensors(folder: Path, progress: bool, part_of: PartOf | None) -> dict[
                         )
                     if name in tensors:
                         raise StartupError(f"{path} holds {short_repr(name)} a second time", DOWNLOAD_AGAIN)
+                    check_finite(tensor, f"{short_repr(name)} in {path}")
                     tensors[name] = tensor
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{path} is damaged: {error}", DOWNLOAD_AGAIN) from error

@@ -2,6 +2,7 @@
 import { $, make } from "./common.js";
 
 const FREE = 0, CACHED = 1, SHARED = 2, PINNED = 3, FIRST = 4;
+const ORANGE = 40, PURPLE = [240, 310]; // hues of shared and pinned pages, which requests don't get
 export let palette = [];
 
 function colour(cell) {
@@ -9,7 +10,9 @@ function colour(cell) {
   const names = ["--free", "--cached", "--shared", "--pinned"];
   if (cell < FIRST) return style.getPropertyValue(names[cell]).trim();
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  return `hsl(${((cell - FIRST) * 137.5) % 360} 62% ${dark ? 62 : 42}%)`;
+  const skipped = ORANGE + PURPLE[1] - PURPLE[0];
+  const hue = ORANGE + ((((cell - FIRST) * 137.5) % 360) * (360 - skipped)) / 360;
+  return `hsl(${hue < PURPLE[0] ? hue : hue + PURPLE[1] - PURPLE[0]} 62% ${dark ? 62 : 42}%)`;
 }
 
 export function paint() {

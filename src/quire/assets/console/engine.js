@@ -123,8 +123,9 @@ function map(name, kind, of, told) {
 function drawGroup(group, i) {
   const { host } = group, kind = group.window ? `window-${group.window}` : group.kind;
   const free = group.pages - group.used - group.cached, shared = `${group.shared} shared, saving ${group.saved}`;
-  const canvas = map(`group ${i}`, kind, group, `${kind}, ${group.layers} layers: ${group.pages} pages of ` +
-    `${group.page_tokens} tokens, ${group.used} used (${shared}), ${group.cached} cached, ` +
+  const layers = `${group.layers} layer${group.layers === 1 ? "" : "s"}`;
+  const held = group.kind === "state" ? `of a state, cached after every ${group.page_tokens} tokens` : `of ${group.page_tokens} tokens`;
+  const canvas = map(`group ${i}`, kind, group, `${kind}, ${layers}: ${group.pages} pages ${held}, ${group.used} used (${shared}), ${group.cached} cached, ` +
     `${free} ${group.common ? "free or another group's" : "free"}`);
   Object.assign(canvas.dataset, { saved: group.saved, bytes: group.page_bytes });
   if (host.pages) {
