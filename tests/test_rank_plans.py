@@ -263,6 +263,9 @@ def test_a_ranks_weights_in_fp8_to_the_byte(name: str, part: Shard) -> None:
     ("mamba-2.8b", {"tp": 3}, "--tp is 3, which doesn't divide the model: it has expand times hidden_size 5120",
      "divides them"),
     ("llama3-70b", {"tp": 2}, "65.71 GiB of weights", "model"),
+    ("mixtral-8x7b", {"tp": 3, "expert_parallel": True}, "it has 32 heads, 8 heads of keys", "Use 1, 2, 4 or 8"),
+    ("mixtral-8x7b", {"tp": 16, "expert_parallel": True}, "--tp is 16, and --expert-parallel divides 8 experts",
+     "Use a --tp of at most 8, or leave --expert-parallel out"),
 ])  # fmt: skip
 def test_refused(name: str, settings: dict[str, object], cause: str, remedy: str) -> None:
     with pytest.raises(StartupError, match=re.escape(cause)) as raised:

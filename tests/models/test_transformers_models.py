@@ -486,7 +486,9 @@ def files(oracle: Any, tmp_path: Path) -> Files:
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers|transformers can't read"),
         ({"layer_types": ["chunked_attention"] * 4}, "layer_types|doesn't run|can't read"),
-        ({"hidden_size": -32}, "doesn't run|can't read"),
+        ({"hidden_size": -32}, "hidden_size in config.json must be an integer from 1 to .*, got -32"),
+        ({"num_attention_heads": 0}, "num_attention_heads in config.json must be an integer from 1 to .*, got 0"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads in config.json must be an integer from 1 to .*, got -2"),
         ({"max_position_embeddings": None}, "no length|can't read"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the checkpoint is quantized"),
         ({"rope_parameters": {"rope_type": "other"}}, "doesn't run|can't read"),
@@ -535,7 +537,7 @@ def test_weights_that_are_refused(files: Files, what: str) -> None:
         cause = "no place for: .*model.layers.0.mlp.other.weight"
     elif what == "shape":
         files.tensors[name] = torch.zeros(3, 5)
-        cause = "don't fit Cohere2ForCausalLM"
+        cause = rf"{name} of .* has the shape \(3, 5\), and the model needs \(48, 32\)"
     elif what == "integers":
         files.tensors[name] = files.tensors[name].to(torch.int32)
         cause = "has dtype int32"
@@ -564,10 +566,17 @@ def test_weights_that_are_refused(files: Files, what: str) -> None:
 def test_shapes_that_ranks_refuse(files: Files, name: str, shape: tuple[int, ...]) -> None:
     files.tensors[name] = torch.zeros(shape)
     files.write()
-    with pytest.raises(StartupError, match=r"has the shape|don't fit Cohere2ForCausalLM"):
+    with pytest.raises(StartupError, match=f"{name}.* has the shape {re.escape(str(shape))}, and the model needs"):
         transformers_loader.load_transformers_model(
             files.config, files.folder, torch.float32, torch.device("cpu"), 0, shard=Shard(1, 2)
         )
+
+
+def test_numbers_that_are_not_finite(files: Files) -> None:
+    files.tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    files.write()
+    with pytest.raises(StartupError, match="the hidden states of transformers' Cohere2ForCausalLM are not finite"):
+        engine_of(files)
 
 
 def test_transformers_is_not_installed(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

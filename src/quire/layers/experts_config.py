@@ -42,7 +42,8 @@ class ExpertsConfig:
         if shard.tp_size > self.count:
             raise StartupError(
                 f"--tp is {shard.tp_size}, and --expert-parallel divides {self.count} experts: a rank has one or more",
-                f"Use a --tp of at most {self.count}, or leave --expert-parallel out",
+                (f"Use a --tp of at most {self.count}, or leave" if self.count > 1 else "Leave")
+                + " --expert-parallel out",
             )
         return shared
 

@@ -14,7 +14,7 @@ from quire.layers.state_config import StateMixerConfig
 from quire.models.vision.settings import VisionSettings
 from quire.models.weight_names import WeightNames
 from quire.protocol.model_spec import LayerSpec, ModelSpec, SnapKVSelection
-from quire.protocol.parallel_layout import UNSHARDED, Shard, check_tp_division
+from quire.protocol.parallel_layout import MAX_RANKS, UNSHARDED, Shard, check_tp_division
 
 MAX_LAYERS = 4096
 
@@ -140,9 +140,10 @@ class DecoderConfig:
         columns = {self.intermediate_key: self.intermediate} if self._has("mlp", "both") else {}
         columns |= {} if experts is None else experts.divided_columns(shard)
         columns |= {} if mixer is None else mixer.columns
+        most = MAX_RANKS if experts is None or not shard.expert_parallel else min(experts.count, MAX_RANKS)
         if self.heads:
             for kv_heads in dict.fromkeys(self.heads_of(layer)[0] for layer in self.layers):
-                check_tp_division(ranks, self.heads, kv_heads, **columns)
+                check_tp_division(ranks, self.heads, kv_heads, most, **columns)
         elif any(size % ranks for size in columns.values()):
             sizes = ", ".join(f"{name} {size}" for name, size in columns.items())
             raise StartupError(

@@ -87,11 +87,15 @@ class TransformersModel(nn.Module):
         replaced = torch.where(positions % 2 == 0, tokens, 0)
         first = self._run_base(tokens, positions, _SelfAttention())[::2].float()
         second = self._run_base(replaced.flip(0), positions.flip(0), _SelfAttention()).flip(0)[::2].float()
+        name = type(self.head).__name__
+        if not (first.isfinite().all() and second.isfinite().all()):
+            raise StartupError(f"the hidden states of transformers' {name} are not finite numbers: its weights aren't, "
+                               "or --dtype has too small a range", "Download the checkpoint again, or use "
+                               "--dtype float32")  # fmt: skip
         difference = (first - second).norm(dim=-1) / first.norm(dim=-1)
         if not difference.median() < MAX_DIFFERENCE:  # a median, since experts may change by rounding; not NaN
             raise StartupError(
-                f"in transformers' {type(self.head).__name__} tokens of a step depend on others without attention, or "
-                "on their order, or its numbers aren't finite",
+                f"in transformers' {name} tokens of a step depend on others without attention, or on their order",
                 REMEDY,
             )
 

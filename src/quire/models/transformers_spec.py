@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.errors import StartupError, short_repr
-from quire.models.config_reader import ConfigReader
+from quire.models.config_reader import MAX_SIZE, ConfigReader
 from quire.models.decoder_config import MAX_LAYERS
 from quire.models.transformers_plan import TP_REMEDY, divide
 from quire.protocol.model_spec import LayerSpec, ModelSpec
@@ -178,8 +178,11 @@ def resolve_class(config: dict[str, Any]) -> type[Any]:
 def make_config(config: dict[str, Any], attention: str) -> Any:
     """Return transformers' configuration object of a config.json. Raise StartupError if it is invalid."""
     kind = CONFIG_MAPPING[config["model_type"]]
-    for name in ("num_hidden_layers", kind.attribute_map.get("num_hidden_layers", "")):
-        ConfigReader(config).get_int(name, None, MAX_LAYERS)
+    for size in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"):
+        most = MAX_LAYERS if size == "num_hidden_layers" else MAX_SIZE
+        for name in (size, kind.attribute_map.get(size, "")):
+            if size == "num_hidden_layers" or type(config.get(name)) is int:  # other sizes may be those of each layer
+                ConfigReader(config).get_int(name, None, most)
     settings = {name: value for name, value in config.items() if name not in IGNORED_KEYS and not name.startswith("_")}
     try:
         made = kind.from_dict(settings)

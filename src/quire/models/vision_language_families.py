@@ -148,7 +148,7 @@ def _check_image_token(vision: VisionSettings, limit: int, tokens: str) -> None:
     if vision.image_token_id is not None and vision.image_token_id >= limit:
         raise StartupError(
             f"config.json's image token is {vision.image_token_id}, and {tokens.format(limit)}",
-            f"image_token_index must be below {limit}",
+            f"image_token_id, or image_token_index if the file has that, must be below {limit}",
         )
 
 

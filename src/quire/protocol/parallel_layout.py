@@ -137,14 +137,12 @@ def can_divide(ranks: int, queries: int, keys: int, columns: tuple[int, ...]) ->
     return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0) and not any(n % ranks for n in columns)
 
 
-def check_tp_division(ranks: int, queries: int, keys: int, **columns: int) -> None:
-    """Raise StartupError, which names the possible numbers, unless `ranks` ranks can divide a layer with these heads
-    and products with these `columns` (by their names in config.json)."""
+def check_tp_division(ranks: int, queries: int, keys: int, most: int = MAX_RANKS, **columns: int) -> None:
+    """Raise StartupError, which names the possible numbers up to `most`, unless `ranks` ranks can divide a layer with
+    these heads and products with these `columns` (by their names in config.json)."""
     if can_divide(ranks, queries, keys, tuple(columns.values())):
         return
-    possible = [
-        n for n in range(1, min(queries, MAX_RANKS) + 1) if can_divide(n, queries, keys, tuple(columns.values()))
-    ]
+    possible = [n for n in range(1, min(queries, most) + 1) if can_divide(n, queries, keys, tuple(columns.values()))]
     has = ", ".join([f"{queries} heads", f"{keys} heads of keys", *(f"{name} {n}" for name, n in columns.items())])
     *others, last = map(str, possible)
     raise StartupError(

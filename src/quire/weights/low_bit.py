@@ -97,7 +97,8 @@ def _check_shard(layer: Linear, name: str, local_columns: int, unit: int, from_c
             f"--tp is {layer.column_shard.shard.tp_size}, and a rank would have {local_columns} of "
             f"{layer.column_shard.total} columns of {name}, of which {unit} share a scale",
             f"--tp must divide its groups of columns, {layer.column_shard.total // unit}"
-            + ("" if from_checkpoint else "; or use another --quantization"),
+            + ("" if from_checkpoint else "; or use another --quantization")
+            + ("; or give --expert-parallel" if isinstance(layer, ExpertWeights) else ""),
         )
 
 

@@ -54,10 +54,11 @@ def load_transformers_model(
         return _finish(model.to(device), num_layers, shard)
     tensors = _read_tensors(folder, progress, part_of)
     try:
-        model, report = model_class.from_pretrained(
-            None, config=settings, state_dict=tensors, dtype=dtype, output_loading_info=True, local_files_only=True,
-            trust_remote_code=False,
-        )  # fmt: skip
+        with _quiet():
+            model, report = model_class.from_pretrained(
+                None, config=settings, state_dict=tensors, dtype=dtype, output_loading_info=True, local_files_only=True,
+                trust_remote_code=False, ignore_mismatched_sizes=True,
+            )  # fmt: skip
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise StartupError(f"the weights of {folder} don't fit {model_class.__name__}: {reason}", FIT_REMEDY) from error
@@ -65,6 +66,9 @@ def load_transformers_model(
     for names, verb in ((report["missing_keys"], "lacks"), (unknown, "holds tensors that the model has no place for:")):
         if names:
             raise StartupError(f"{folder} {verb} {join_names(sorted(names))}", FIT_REMEDY)
+    for name, shape, needed in sorted(report["mismatched_keys"]):
+        raise StartupError(f"{name} of {folder} has the shape {tuple(shape)}, and the model needs {tuple(needed)}"
+                           + (f" on each of {shard.tp_size} ranks" if part_of else ""), FIT_REMEDY)  # fmt: skip
     model = model.to(device)
     for parameter in model.parameters():  # of a mapped file, a rank's columns lie apart
         parameter.data = parameter.data.contiguous()
