@@ -51,12 +51,16 @@ class ExpertsConfig:
         """The number of experts whose weights this rank has."""
         return self.count if self.local_count is None else self.local_count
 
+    def projection_parameters(self, hidden: int) -> int:
+        """Return the number of parameters of the projections of a layer's experts, the shared expert's aside."""
+        return self.weight_count * 3 * hidden * self.intermediate
+
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's experts, the router's and the shared expert's included."""
         router = self.count * (hidden + self.scaled + self.biases)
-        routed = self.weight_count * (3 * hidden * self.intermediate + self.biases * (2 * self.intermediate + hidden))
+        biases = self.biases * self.weight_count * (2 * self.intermediate + hidden)
         gate = hidden if self.shared_intermediate and self.shared_gated else 0
-        return router + routed + 3 * hidden * self.shared_intermediate + gate
+        return router + self.projection_parameters(hidden) + biases + 3 * hidden * self.shared_intermediate + gate
 
     def divide(self, shard: Shard) -> ExpertsConfig:
         """Return one rank's part: some columns of every expert, or some experts."""
