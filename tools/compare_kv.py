@@ -1,4 +1,4 @@
-"""quire's KV memory beside vLLM's, without a model or a GPU: what sequences take, and what prompts find in the cache.
+"""Compare quire's KV memory with vLLM's, without a model or a GPU: what sequences take, and what prompts find cached.
 
     python tools/compare_kv.py FOLDER --out comparison.json --picture comparison.png
     python tools/compare_kv.py --draw comparison.json --picture comparison.png
@@ -39,7 +39,8 @@ KV_GIB = 40
 MAX_LEN, MAX_SEQS, STEP_TOKENS = 131072, 256, 8192  # of both
 LENGTHS = (12, 100, 500, 528, 1000, 8192, 32768)
 """Tokens of the prompts whose memory is counted."""
-SEQUENCES, ALL_TOKENS = 16, 131072  # that run at once then, at most
+SEQUENCES, ALL_TOKENS = 16, 131072
+"""The most sequences that run at once then, and the most tokens of their prompts together."""
 PREFIXES = (100, 300, 1000, 5000)
 """Tokens that prompts begin with in common."""
 OWN_TOKENS, OUTPUT = 50, 64
@@ -48,8 +49,8 @@ TURNS, TURN_TOKENS, TURN_OUTPUT = 6, 60, 100  # of a conversation; its tokens an
 ARTICLES, ARTICLE_TOKENS, QUESTIONS = (2, 4, 6, 8, 12, 16, 24, 32), 20000, 3
 """Articles of this length: one question about each, then the next one about each."""
 HELD_ARTICLES, STATE_TOKENS = 6, 1000
-"""Articles that the memory has room for, if every layer with keys keeps all of their tokens, and the others a state in
-bf16 after each of this number of tokens."""
+"""The articles that the memory has room for, if every layer with keys keeps all of their tokens, and every other layer
+a state in bf16 after each STATE_TOKENS tokens."""
 
 
 class Variant(NamedTuple):
@@ -76,10 +77,10 @@ MODELS: dict[str, tuple[Variant, ...]] = {
 
 
 class Memory(Protocol):
-    """What is measured: an engine's scheduler and memory."""
+    """An engine's scheduler and memory, which are measured."""
 
     def describe(self) -> dict[str, Any]:
-        """What it chose: its groups of layers and their pages."""
+        """Return the engine's choices: its groups of layers and their pages."""
         ...
 
     def run(self, prompts: Sequence[Sequence[int]], output: int) -> tuple[list[int], int]:
@@ -135,13 +136,13 @@ ENGINES: dict[str, Callable[[Mapping[str, Any], int, Mapping[str, Any]], Memory]
 
 
 def make(model: str, variant: Variant, kv_bytes: int = KV_GIB * GIB, max_len: int = MAX_LEN) -> Memory:
-    """A new engine for a named config."""
+    """Return a new engine for a named config."""
     limits = {"max_model_len": max_len, "max_num_seqs": MAX_SEQS, "max_num_batched_tokens": STEP_TOKENS}
     return ENGINES[variant.engine](named_config(model), kv_bytes, {**limits, **variant.settings})
 
 
 def sizes(memory: Memory, draw: random.Random) -> list[dict[str, Any]]:
-    """What a sequence takes that decodes after a prompt of some lengths: the mean of several that run at once."""
+    """Return the bytes that a decoding sequence takes after a prompt of each of LENGTHS, a mean of several at once."""
     found = []
     for length in LENGTHS:
         count = min(SEQUENCES, ALL_TOKENS // length)
@@ -152,7 +153,7 @@ def sizes(memory: Memory, draw: random.Random) -> list[dict[str, Any]]:
 
 
 def prefixes(memory: Memory, draw: random.Random) -> list[dict[str, Any]]:
-    """What prompts find, one after the other, that begin with the same tokens."""
+    """Return the cached tokens that prompts with a common prefix find, one after the other, for each of PREFIXES."""
     found = []
     for length in PREFIXES:
         shared = tokens(draw, length)
@@ -162,7 +163,7 @@ def prefixes(memory: Memory, draw: random.Random) -> list[dict[str, Any]]:
 
 
 def conversation(memory: Memory, draw: random.Random) -> dict[str, Any]:
-    """What the turns of a conversation find of the turns before."""
+    """Return the lengths of the prompts of a conversation, and the cached tokens that each finds."""
     history, prompts, hits = list[int](), [], []
     for _ in range(TURNS):
         history += tokens(draw, TURN_TOKENS)
@@ -173,7 +174,7 @@ def conversation(memory: Memory, draw: random.Random) -> dict[str, Any]:
 
 
 def questions(model: str, variant: Variant) -> dict[str, Any]:
-    """What later questions about long articles find, by the number of articles, in a memory of one size."""
+    """Return the share of articles that later questions find cached, for each of ARTICLES, in a memory of one size."""
     spec = read_spec(named_config(model)).with_state_itemsize(2, 2)
     size = HELD_ARTICLES * ARTICLE_TOKENS * (spec.token_bytes(2) + spec.state_bytes // STATE_TOKENS)
     found = []
@@ -190,12 +191,12 @@ def questions(model: str, variant: Variant) -> dict[str, Any]:
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:
-    """Random tokens, none of which is the sampled one."""
+    """Return random tokens, none of which is the sampled one."""
     return [draw.randrange(100, 30000) for _ in range(count)]
 
 
 def measure(model: str, variant: Variant) -> dict[str, Any]:
-    """All numbers of a model and a variant."""
+    """Measure a model with a variant: return the plan and all results."""
     memory, draw = make(model, variant), random.Random(0)
     result: dict[str, Any] = {
         "model": model, "engine": variant.engine, "name": variant.name, "settings": dict(variant.settings),
@@ -207,7 +208,7 @@ def measure(model: str, variant: Variant) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """The numbers as tables, one a model."""
+    """Return the results as tables, one for each model."""
     tables = []
     for model in dict.fromkeys(one["model"] for one in results):
         mine = [one for one in results if one["model"] == model]
@@ -218,7 +219,7 @@ def show(results: Sequence[dict[str, Any]]) -> str:
 
 
 def numbers(one: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers of a model and a variant, by what they are."""
+    """Return the numbers of one result, as text, by their names in the table."""
     talk, found = one["conversation"], dict[str, str]()
     for size in one["sizes"]:
         found[f"MiB of {size['tokens']:,} tokens"] = f"{size['bytes_each'] / 2**20:,.1f}"
@@ -233,7 +234,7 @@ def numbers(one: Mapping[str, Any]) -> dict[str, str]:
 
 
 def draw_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Three rows of a panel a model: memory by prompt length, tokens found of a common prefix, and of articles."""
+    """Draw a column for each model: memory by prompt length, the share of a common prefix found, and of articles."""
     from quire.bench.plots import COLOURS, figure, save
 
     models = list(dict.fromkeys(one["model"] for one in results))

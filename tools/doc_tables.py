@@ -79,7 +79,7 @@ UNLIKE_LENGTHS = (8192, 32768, 131072)
 """Models with layers of several types, and lengths of sequences in tokens."""
 
 KV_BESIDE_VLLM, SHORT, LONG = DOCS / "measurements" / "kv_beside_vllm.json", (12, 1000), (8192, 32768)
-"""What tools/compare_kv.py measured, and the lengths whose memory is shown in MiB and in tokens of a GiB."""
+"""The results of tools/compare_kv.py, and the lengths whose memory is shown in MiB and in tokens of a GiB."""
 
 FILLED_PARAMS = ("bad_word_ids", "stop_automaton", "grammar")
 """Parameters that quire fills from others."""
@@ -457,7 +457,7 @@ def tokens_in_a_gib() -> Iterator[str]:
 
 
 def kv_beside_vllm() -> Iterator[str]:
-    """What tools/compare_kv.py measured: memory of sequences, and tokens found in the prefix cache."""
+    """The results of tools/compare_kv.py: memory of sequences, and tokens found in the prefix cache."""
     results = json.loads(KV_BESIDE_VLLM.read_text(encoding="utf-8"))["results"]
     head = [
         "model", "engine", *(f"MiB, {n:,} tokens" for n in SHORT), *(f"tokens/GiB, {n:,}" for n in LONG),

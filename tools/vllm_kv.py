@@ -1,9 +1,9 @@
-"""vLLM's own KV memory and scheduler for a config.json, on a machine without a GPU, for tools/compare_kv.py.
+"""Run vLLM's own KV memory and scheduler for a config.json, on a machine without a GPU, for tools/compare_kv.py.
 
-Nothing of vLLM's rules is written down here: its EngineArgs makes the settings, its model class the layers (on torch's
-meta device, without weights), these the specs of their caches, and vLLM plans the blocks and schedules requests as in
-its engine. This module only stands in for what needs the GPU: a platform that says it is an H200, and empty modules in
-place of the compiled kernels, which nothing calls.
+All rules are vLLM's own. Its EngineArgs makes the settings; its model class makes the layers, on torch's meta device;
+the layers make the specs of their caches; and vLLM plans the blocks and schedules requests as in its engine. This
+module only replaces what needs the GPU: it has a platform that reports an H200, and empty modules in place of the
+compiled kernels, which are never called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REQUIREMENTS = (
     f"vllm=={VERSION}", "blake3", "cachetools", "cbor2", "cloudpickle", "compressed-tensors==0.17.0", "einops",
     "loguru", "msgspec", "openai-harmony", "py-cpuinfo", "pybase64", "pyzmq",
 )  # fmt: skip
-"""vLLM, and of what it requires the modules that are imported here and that quire does not have."""
+"""vLLM, and those of its requirements that are imported here and that quire does not have."""
 OP_NAMESPACES = ("_C", "_moe_C", "_C_cache_ops", "_C_custom_ar", "_C_utils")
 PER_LAYER_KEYS = ("global_head_dim", "num_global_key_value_heads")
 """Keys of Gemma-4 that vLLM reads, and that later versions of transformers keep in each layer's settings instead."""
@@ -36,7 +36,7 @@ SAMPLED = 7  # every sampled token
 
 
 class NoOp:
-    """Any operation of a module that isn't there, and the answer to whether it is supported: it isn't."""
+    """Stands for any operation of a missing module. Calls return False: asked for support, there is none."""
 
     def __getattr__(self, name: str) -> NoOp:
         return NoOp()
@@ -102,7 +102,7 @@ def prepare(folder: Path) -> None:
     platforms._current_platform = type("H200", (cuda.CudaPlatformBase,), methods)()  # before other modules ask for it
     _vllm("utils.torch_utils")._aux_stream = object()  # a CUDA stream, which nothing uses
     registry = _vllm("model_executor.models.registry")
-    # In vLLM a process of its own looks at the class; it would not know the platform above.
+    # vLLM inspects the class in a new process, which would not have the platform above.
     registry._LazyRegisteredModel.inspect_model_cls = lambda lazy: registry._ModelInfo.from_model_cls(
         lazy.load_model_cls()
     )
@@ -158,7 +158,7 @@ class Vllm:
         self.num_requests = 0
 
     def describe(self) -> dict[str, Any]:
-        """What vLLM chose: its prefix caching, and for each group of layers the tokens and bytes of a block."""
+        """Return vLLM's choices: its prefix caching, and for each group of layers the tokens and bytes of a block."""
         cache = self.config.cache_config
         groups = []
         for group in self.kv_config.kv_cache_groups:

@@ -73,9 +73,10 @@ def states() -> Iterator[Case]:
 
 
 def delta_rules() -> Iterator[Case]:
-    """Yield the cases of the gated delta rule in the sizes of Qwen3-Next 80B, with states in fp32: one token a row, by
-    the bytes of their states; and prompts, by those of their tokens, token by token and by chunks, the latter also by
-    the operations of their products, without those of the inverses."""
+    """Yield the cases of the gated delta rule in the sizes of Qwen3-Next 80B, with states in fp32.
+
+    Rows of one token are measured by the bytes of their states. Prompts, token by token and by chunks, are measured by
+    the bytes of their tokens; by chunks also by the operations of products, those of the inverses aside."""
     from quire.kernels.triton.delta_rule import CHUNK, gated_delta_rule
 
     channels, values = 2 * DELTA_KEYS * DIM + DELTA_HEADS * DIM, DELTA_HEADS * DIM
@@ -100,7 +101,7 @@ def delta_rules() -> Iterator[Case]:
         yield Case("delta rule of prompts, token by token", case, calls(rows, length, plans, True), moved)
         by_chunks = calls(rows, length, plans)
         yield Case("delta rule of prompts, by chunks", case, by_chunks, moved)
-        # Of each token and head 3 products with a state, 2 of keys, and 2 in which values meet.
+        # For each token and head: 3 products with a state, 2 of keys with keys or queries, 2 with values.
         operations = 2 * total * DELTA_HEADS * (3 * DIM * DIM + 2 * CHUNK * DIM + 2 * CHUNK * DIM)
         yield Case("delta rule of prompts, by chunks, products", case, by_chunks, operations, "compute")
 

@@ -29,7 +29,7 @@ EXPERTS = {
 """Format, experts, experts of a token, hidden and intermediate size."""
 TOKENS = (1, 8, 64, 256, 4096)
 COMPUTE_ROWS = 1024
-"""From so many rows on products and not reading the weight bound the time."""
+"""The fewest rows for which cases are measured by the rate of products, not by the bytes of the weight."""
 
 
 def _random(*shape: int) -> Tensor:
@@ -37,7 +37,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def random_matrix(rows: int, columns: int, form: LowBitFormat) -> LowBitMatrix:
-    """Return a weight of random codes, whose scales are alike."""
+    """Return a weight [rows, columns] of random codes with equal scales, on the GPU."""
     from quire.kernels.triton.low_bit import LowBitMatrix
 
     steps, kind = -(-columns // (16 // form.gpu_bits * 32)), form.gpu_scales
@@ -49,7 +49,7 @@ def random_matrix(rows: int, columns: int, form: LowBitFormat) -> LowBitMatrix:
 
 
 def low_bit() -> Iterator[Case]:
-    """Yield the cases: against reading the weight and, with many rows, against the rate of a matrix product."""
+    """Yield the cases: beside reading the weight or, from COMPUTE_ROWS rows on, beside the rate of a matrix product."""
     from quire.kernels.triton.fused_moe import fused_moe, route
     from quire.kernels.triton.linear import MAX_ROWS, gated_linear, linear
     from quire.kernels.triton.low_bit import low_bit_linear, low_bit_moe
@@ -61,16 +61,16 @@ def low_bit() -> Iterator[Case]:
             for kind, form in FORMATS.items()
         }
         for rows in ROWS:
-            x, work, few = _random(rows, columns), 2 * rows * size * columns, rows <= MAX_ROWS
+            x, work, fits = _random(rows, columns), 2 * rows * size * columns, rows <= MAX_ROWS
             for kind, several in weights.items():
                 calls: list[Call] = [
                     partial(low_bit_linear, x, each, activation=activation, pdl=True) for each in several
                 ]
                 moved = size * FORMATS[kind].gpu_row_bytes(columns)
                 yield _case(f"{name}, {kind}", f"{rows} rows", calls, moved, work, rows)
-            if few and activation is not None:
+            if fits and activation is not None:
                 calls = [partial(gated_linear, x, each, activation, pdl=True) for each in plain]
-            elif few:
+            elif fits:
                 calls = [partial(linear, x, each, pdl=True) for each in plain]
             else:
                 calls = [partial(F.linear, x, each) for each in plain]
@@ -78,19 +78,20 @@ def low_bit() -> Iterator[Case]:
     for name, (form, experts, top, hidden, inner) in EXPERTS.items():
         few_bits = random_matrix(experts * 2 * inner, hidden, form), random_matrix(experts * hidden, inner, form)
         full = _random(experts, 2 * inner, hidden), _random(experts, hidden, inner)
-        bits = 2 * inner * form.gpu_row_bytes(hidden) + hidden * form.gpu_row_bytes(inner)
+        expert_bytes = 2 * inner * form.gpu_row_bytes(hidden) + hidden * form.gpu_row_bytes(inner)
         for tokens in TOKENS:
             x = _random(tokens, hidden)
             routings = [route(_random(tokens, experts), top, True) for _ in range(4)]
             active = sum(len(routing.expert_ids.unique()) for routing in routings) / len(routings)
             case, work = f"{tokens} tokens, {active:.0f} of {experts}", 2 * tokens * top * 3 * hidden * inner
             calls = [partial(low_bit_moe, x, routing, *few_bits, "silu", pdl=True) for routing in routings]
-            yield _case(f"experts of {name}", case, calls, int(active * bits), work, tokens)
+            yield _case(f"experts of {name}", case, calls, int(active * expert_bytes), work, tokens)
             calls = [partial(fused_moe, x, routing, *full, "silu", pdl=True) for routing in routings]
             yield _case(f"experts of {name}, in bf16", case, calls, int(active * 6 * hidden * inner), work, tokens)
 
 
 def _case(kernel: str, case: str, calls: list[Call], moved: int, work: int, rows: int) -> Case:
+    """Return a case of `rows` rows that reads `moved` bytes and computes `work` operations."""
     if rows >= COMPUTE_ROWS:
         return Case(kernel, case, calls, work, "compute")
     return Case(kernel, case, calls, moved)

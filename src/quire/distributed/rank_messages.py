@@ -56,7 +56,8 @@ class RankFailure(NamedTuple):
 
 
 def write_init(hello: InitMessage) -> bytes:
-    """Return the body of an INIT or OPEN_DEVICE, the first frames on a rank's socket."""
+    """Return the body of an INIT or OPEN_DEVICE, the first frames on a rank's socket. `part` has no expert_parallel:
+    the config has it."""
     return write_json({**hello._asdict(), "config": hello.config.flat(), "part": list(hello.part[:4])})
 
 

@@ -274,7 +274,7 @@ class ForwardBatch:
         )  # fmt: skip
 
     def for_attention(self, cache: LayerCache) -> ForwardBatch:
-        """Return the batch as a layer attends to it: without bidirectional rows if the layer is causal."""
+        """Return the batch for a layer with this cache: without bidirectional rows if its attention is causal."""
         if self.causal_full_layers and cache.window is None:
             return replace(self, bidirectional=None)
         return self
@@ -284,7 +284,7 @@ class ForwardBatch:
     ) -> ForwardBatch:
         """Return the batch with a bidirectional row for each run of an image's tokens, and other rows for the tokens
         between. `images` has the first position of each image and the one after it, in order, by slot. The tokens of an
-        image end in one step."""
+        image end in one step. `causal_full_layers`: see ForwardBatch."""
         rows, sampled, last = list[tuple[int, int, int, int, bool]](), set(self.sampled_rows.tolist()), list[int]()
         columns = zip(self.slots.tolist(), self.starts.tolist(), self.lengths.tolist(), self.offsets.tolist())
         for row, (slot, start, length, offset) in enumerate(columns):

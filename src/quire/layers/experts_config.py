@@ -18,8 +18,8 @@ class ExpertsConfig:
     are divided by their sum if `renormalize`. If there are `shared_intermediate` columns (`shared_key` in
     config.json), each token also uses a shared expert with so many, weighted by the sigmoid of a product of its own
     if `shared_gated`. With `biases` the router and all products of the experts have biases. With `scaled` the weight
-    of each expert is multiplied by a number of the checkpoint. A rank may have the weights of `local_count` experts
-    alone (None: of all)."""
+    of each expert is multiplied by a number of the checkpoint. `local_count`: the number of experts whose weights
+    a rank has (None: all)."""
 
     count: int
     per_token: int
@@ -34,8 +34,8 @@ class ExpertsConfig:
     local_count: int | None = None
 
     def divided_columns(self, shard: Shard) -> dict[str, int]:
-        """Return the columns that ranks divide, by their keys in config.json. Raise StartupError if ranks divide the
-        experts and are more than these."""
+        """Return the columns that ranks divide, by their keys in config.json. Raise StartupError if ranks divide whole
+        experts and there are more ranks than experts."""
         shared = {self.shared_key: self.shared_intermediate} if self.shared_intermediate else {}
         if not shard.expert_parallel:
             return {self.intermediate_key: self.intermediate, **shared}
@@ -49,15 +49,19 @@ class ExpertsConfig:
 
     @property
     def weight_count(self) -> int:
-        """The number of experts whose weights are here."""
+        """The number of experts whose weights this rank has."""
         return self.count if self.local_count is None else self.local_count
+
+    def projection_parameters(self, hidden: int) -> int:
+        """Return the number of parameters of the projections of a layer's experts, the shared expert's aside."""
+        return self.weight_count * 3 * hidden * self.intermediate
 
     def parameters(self, hidden: int) -> int:
         """Return the number of parameters of a layer's experts, the router's and the shared expert's included."""
         router = self.count * (hidden + self.scaled + self.biases)
-        routed = self.weight_count * (3 * hidden * self.intermediate + self.biases * (2 * self.intermediate + hidden))
+        biases = self.biases * self.weight_count * (2 * self.intermediate + hidden)
         gate = hidden if self.shared_intermediate and self.shared_gated else 0
-        return router + routed + 3 * hidden * self.shared_intermediate + gate
+        return router + self.projection_parameters(hidden) + biases + 3 * hidden * self.shared_intermediate + gate
 
     def divide(self, shard: Shard) -> ExpertsConfig:
         """Return one rank's part: some columns of every expert, or some experts."""

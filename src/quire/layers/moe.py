@@ -83,9 +83,9 @@ class SparseMLP(nn.Module):
     weights, and that of the shared expert, if any (see ExpertsConfig). Probabilities and sums are computed in fp32.
 
     `gate_up` has for each expert the gate's rows and then up's, `down` for each expert `hidden` rows. With tensor
-    parallelism each rank has the whole router, and its output is one rank's term of a sum. It has some columns of every
-    expert, and only the first rank adds the bias of `down`; or, with expert parallelism, the experts `own`: it chooses
-    the experts of all tokens and computes the pairs of its own ones.
+    parallelism each rank has the whole router, and its output is one rank's term of a sum. Without expert parallelism
+    it has some columns of every expert, and only the first rank adds the bias of `down`. With expert parallelism it has
+    the experts `own`: it chooses the experts of all tokens, and computes the pairs of a token and an expert of its own.
     """
 
     __call__: Callable[..., Tensor]

@@ -45,8 +45,8 @@ def shard_columns(shard: Shard, size: int) -> ShardRange:
 
 
 def shard_experts(shard: Shard, count: int, *sizes: int | ShardRange) -> tuple[int | ShardRange, ...]:
-    """Return the rows of the stacked projections of `count` experts, each of which has `sizes`. With expert parallelism
-    the shard has none of the rows of other ranks' experts."""
+    """Return the rows of the stacked projections of `count` experts; those of each expert have `sizes` rows. With
+    expert parallelism the shard has no rows of other ranks' experts."""
     if not shard.expert_parallel:
         return sizes * count
     own, every = shard.expert_range(count), [as_shard_range(size).total for size in sizes]

@@ -27,9 +27,10 @@ MIN_STATE_TOKENS, MAX_STATE_TOKENS = 16, 512
 """The fewest and the most tokens between two stored states, unless --state-tokens is given."""
 STATE_SHARE = 1 / 16
 """The share of the memory that the states of one step's prompt tokens may take for a shorter interval."""
-IMAGE_TYPE = "()"  # the name of the LayerType of image embeddings, which belong to no layer
+IMAGE_TYPE = str(())
+"""The name of the LayerType of image embeddings: types are named by their first layer, and these have none."""
 IMAGE_PADDING = Fraction(1, 4)
-"""The most padding of pages of image embeddings, which are few, where large pages would be too large otherwise."""
+"""The most padding of pages of image embeddings if large pages would be too large otherwise. There are few of them."""
 PAGE_SIZE_HINT = "Use --page-sizes max, or another --page-size"
 
 

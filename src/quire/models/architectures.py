@@ -33,8 +33,8 @@ CHECKPOINTS = "FP8, AWQ, GPTQ"
 
 
 class Family(NamedTuple):
-    """Architectures of one kind, as docs/models.md shows them: what their layers are, the formats of quantized
-    checkpoints that are read, and the models that tests compare them with."""
+    """A row of the table in docs/models.md: architectures of one kind, by their names in config.json; their layers in
+    words; the formats of quantized checkpoints that can be read, GGUF aside; and what tests compare them with."""
 
     layers: str
     architectures: dict[str, Architecture]
@@ -174,7 +174,7 @@ FAMILIES = (
         tested="transformers; Phi-3-Vision: its CLIP and Phi-3",
     ),
 )
-"""What quire computes itself; docs/models.md shows it as a table."""
+"""The models that quire computes itself."""
 ARCHITECTURES = {name: one for family in FAMILIES for name, one in family.architectures.items()}
 HEADS = {
     head_config.EAGLE3: Architecture(head_config.read_eagle3, "speculation_heads:Eagle3Head"),
@@ -235,6 +235,6 @@ def read_spec(config: dict[str, Any], shard: Shard = UNSHARDED) -> ModelSpec:
         if given:
             raise StartupError(
                 f"{flag} is given, and {name} is computed by transformers",
-                "Leave it out; --tp divides many of them, and --replicas serves several of it",
+                "Leave it out; --tp divides many such models, and --replicas serves several copies",
             )
     return transformers_spec.read_spec(config, shard.tp_size)

@@ -248,9 +248,7 @@ class DecoderConfig:
             vision=None if self.vision is None else self.vision.spec(self.parameters),
             experts=0 if experts is None else experts.count,
             active_experts=0 if experts is None else experts.per_token,
-            expert_parameters=0
-            if experts is None
-            else sparse * experts.weight_count * 3 * self.hidden * experts.intermediate,
+            expert_parameters=0 if experts is None else sparse * experts.projection_parameters(self.hidden),
             fp32_parameters=(0 if mixer is None else states * mixer.fp32_parameters)
             + self.sinks * attending * self.heads,
         )

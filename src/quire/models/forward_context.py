@@ -54,7 +54,7 @@ class ForwardContext(Protocol):
 
     @property
     def image_tokens(self) -> Tensor | None:
-        """The indices [N] of the tokens that stand for rows of images. None: there are none."""
+        """The indices [N] of the tokens that stand for image embeddings; None if the step has no such tokens."""
         ...
 
     def merge_image_embeddings(self, x: Tensor) -> Tensor:

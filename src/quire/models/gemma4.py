@@ -32,9 +32,9 @@ IMAGE_ENCODER = r"(vision_tower|embed_vision)\..*"
 AUDIO_ENCODER = r"(audio_tower|embed_audio)\..*"
 
 
-def read_gemma4_with_encoders(fields: ConfigReader) -> DecoderConfig:
-    """The text model of a Gemma-4 with encoders of images and audio, which is not read. tie_word_embeddings is read
-    from the outer config."""
+def read_gemma4_text(fields: ConfigReader) -> DecoderConfig:
+    """Read the text model of a Gemma-4 whose config.json has encoders of images or audio too. These are not read;
+    tie_word_embeddings is read from the outer config."""
     read_checkpoint_scheme(fields.config)
     tied = fields.config.get("tie_word_embeddings")
     outer = {} if tied is None else {"tie_word_embeddings": tied}

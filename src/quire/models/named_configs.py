@@ -106,8 +106,8 @@ def _gemma2(hidden: int, layers: int, heads: int, ffn: int, head_dim: int, scala
     }
 
 
-# The text models of Gemma-3. Their config.json leave out transformers' defaults and could not be read; the window, the
-# pattern and the ropes are those of published conversions.
+# The text models of Gemma-3. Their config.json files leave out transformers' defaults and could not be read; the
+# window, the pattern and the ropes are those of published conversions.
 _GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None,
     "final_logit_softcapping": None, "sliding_window": 1024, "sliding_window_pattern": 6, "vocab_size": 262208,

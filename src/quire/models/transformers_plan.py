@@ -1,5 +1,6 @@
-"""Divide a model of transformers among ranks, by the plan that its class publishes (`tp_plan`): which parameters a rank
-has rows or columns of, and which modules' outputs the ranks add up or put together. Imports torch and transformers."""
+"""Divide a model of transformers among ranks, by the plan that its class publishes (`tp_plan`). The plan names the
+parameters of which a rank has rows or columns, and the modules whose outputs the ranks add up or concatenate. Imports
+torch and transformers."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from quire.protocol.parallel_layout import Shard
 
 TP_REMEDY = "Leave --tp out, for one GPU or --replicas, or use a model of a family that is quire's own"
 ROWS, COLUMNS = -2, -1
+"""Dimensions of a weight, from the end, as weights of several experts have another one before them."""
 
 
 class ParameterPart(NamedTuple):
-    """The part of a parameter that a rank has: its share of dimension `dim`, which has `size` on all ranks together, in
-    `groups` equal runs. If `padded`, the number of rows need not divide (see `rows_of`)."""
+    """The part of a parameter that a rank has: an equal share of each of `groups` runs along dimension `dim`, whose
+    size on all ranks together is `size`. If `padded`, it has the rows of `rows_of` instead, and `size` need not
+    divide."""
 
     shard: Shard
     dim: int
@@ -31,11 +34,11 @@ class ParameterPart(NamedTuple):
     padded: bool = False
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return True if a tensor with this shape has such a part."""
+        """Return True if a tensor of this shape has `size` numbers along `dim`."""
         return len(shape) > 0 and shape[self.dim % len(shape)] == self.size
 
     def read(self, source: Any, dims: int) -> Tensor:
-        """Return the part of a tensor of `dims` dimensions, or of a slice of a safetensors file."""
+        """Return the part of `source`, a tensor or a slice of a safetensors file with `dims` dimensions."""
         if self.padded:
             rows, padded = rows_of(self.shard, self.size)
             part = source[rows.start : rows.stop] if rows else source[:0]
@@ -48,34 +51,34 @@ class ParameterPart(NamedTuple):
 
 
 def rows_of(shard: Shard, size: int) -> tuple[range, int]:
-    """Return a rank's rows of `size`, and the number of rows that each rank has, filled up with zeros. Other ranks have
-    the rows before and after, in order."""
-    if size % (8 * shard.tp_size):  # rows of 16 bytes
+    """Return a rank's range of `size` rows, in order of ranks, and the equal number of rows that each rank stores: the
+    rest are zeros. There is no padding if each rank has a multiple of 8 rows (16 bytes of outputs in 16 bits)."""
+    if size % (8 * shard.tp_size):
         return shard.vocab_range(size), shard.padded_vocab_rows(size)
     return (rows := shard.shard_range(size)), len(rows)
 
 
 class _Divided(ShardedModule):
-    """A module that has a part of its weights."""
+    """A module that has one rank's part of its weights."""
 
     shard: Shard
     size: int
-    """Rows of the weight on all ranks together."""
+    """The number of the weight's rows on all ranks together."""
 
     def add_up(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' x; x itself without an exchange, as while a model is inspected."""
+        """Return the sum of the ranks' x; without an exchange, as while a model is inspected, return x."""
         return x if self.exchange is None else self.exchange.all_reduce(x)
 
 
 class _Summed(_Divided):
-    """Any module whose outputs are terms of a sum."""
+    """A module whose output is one rank's term of a sum."""
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         return self.add_up(super().forward(*args, **options))
 
 
 class _SummedLinear(_Divided):
-    """A linear layer with a rank's columns, whose input has them alone. The bias is added to the sum."""
+    """A linear layer with a rank's columns, whose input has these columns alone. The bias is added to the sum."""
 
     weight: Tensor
     bias: Tensor | None
@@ -86,7 +89,7 @@ class _SummedLinear(_Divided):
 
 
 class _CuttingLinear(_SummedLinear):
-    """The same with the whole input."""
+    """A _SummedLinear whose input has the columns of all ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         columns = self.shard.shard_range(x.shape[-1])
@@ -94,7 +97,7 @@ class _CuttingLinear(_SummedLinear):
 
 
 class _GatheredLinear(_Divided):
-    """A linear layer with a rank's rows, which puts all ranks' outputs together."""
+    """A linear layer with a rank's rows, which concatenates all ranks' outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = super().forward(x)
@@ -103,7 +106,7 @@ class _GatheredLinear(_Divided):
 
 
 class _Lookup(_Divided):
-    """An embedding with a rank's rows. The others are zeros in its term of the sum, which is exact."""
+    """An embedding with a rank's rows. Tokens of other rows have zeros, so the sum over ranks is exact."""
 
     def forward(self, ids: Tensor) -> Tensor:
         rows, _ = rows_of(self.shard, self.size)
@@ -113,8 +116,8 @@ class _Lookup(_Divided):
 
 
 class _Style(NamedTuple):
-    """A style of transformers' plans. A rank has a part of each weight along `dim`, in `groups`; None: all. Modules
-    compute by `forward`; None: as they do."""
+    """A style of transformers' plans. A rank has a part of each weight along `dim` (None: all of it), in `groups` runs.
+    Modules become `forward` (None: they stay as they are)."""
 
     dim: int | None = None
     groups: int = 1
@@ -139,9 +142,9 @@ STYLES = {
 
 @torch.no_grad()
 def divide(model: Any, shard: Shard) -> dict[str, ParameterPart]:
-    """Leave a rank's part in a causal language model of transformers, which has no numbers yet (on the meta device).
+    """Replace the weights of a causal language model of transformers, which is on the meta device, by a rank's parts.
     Return the part of each divided parameter by name. Raise StartupError if the class has no plan, for a style that is
-    none of STYLES, and for what doesn't divide."""
+    not in STYLES, and for a parameter that can't be divided."""
     name, plan, ranks = type(model).__name__, model.tp_plan or {}, shard.tp_size
     if not any("*" in pattern for pattern in plan):
         raise StartupError(f"--tp is {ranks}, and transformers {transformers.__version__} has no plan that divides the "
@@ -181,10 +184,11 @@ def divide(model: Any, shard: Shard) -> dict[str, ParameterPart]:
 
 
 def _change_forward(module: Any, path: str, style_name: str, shard: Shard) -> None:
-    """Make a module compute as its style says. Raise StartupError if it is of another kind than the style's."""
+    """Make a module compute by its style. Raise StartupError if the style is for another kind of module."""
     style, kind = STYLES[style_name], type(module)
     needed = nn.Embedding if style.forward is _Lookup else nn.Module if style.dim is None else nn.Linear
-    if not issubclass(kind, needed) or (needed is nn.Linear and kind is not needed):  # others may compute otherwise
+    # Subclasses of Linear may compute something else.
+    if not issubclass(kind, needed) or (needed is nn.Linear and kind is not needed):
         raise StartupError(f"--tp is {shard.tp_size}, and {path} has the style {style_name} in transformers' plan, "
                            f"which is for {needed.__name__}: it is {kind.__name__}", TP_REMEDY)  # fmt: skip
     if style.forward is not None:
@@ -194,7 +198,7 @@ def _change_forward(module: Any, path: str, style_name: str, shard: Shard) -> No
 
 
 def divided_class(model_class: type[Any], shard: Shard) -> type[Any]:
-    """Return a class like `model_class` whose models have a rank's part, once they are made without numbers."""
+    """Return a subclass of `model_class` whose models, which must be made on the meta device, have a rank's part."""
 
     def make(self: Any, *args: Any, **options: Any) -> None:
         model_class.__init__(self, *args, **options)
@@ -204,5 +208,5 @@ def divided_class(model_class: type[Any], shard: Shard) -> type[Any]:
 
 
 def _pattern(path: str) -> str:
-    """Return the name of a module or parameter as plans have it: with * for the number of a layer."""
+    """Return the name of a module or parameter with * for numbers, as in plans."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)

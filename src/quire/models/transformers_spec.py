@@ -193,8 +193,8 @@ def make_config(config: dict[str, Any], attention: str) -> Any:
 
 
 def read_spec(config: dict[str, Any], ranks: int = 1) -> ModelSpec:
-    """Return the ModelSpec of a config.json whose model transformers computes; of one of `ranks` ranks, which all have
-    equal parts. Raise StartupError if it can't be computed or divided so."""
+    """Return the ModelSpec of a config.json whose model transformers computes; if `ranks` divide it, that of a rank's
+    part, which is the same for all. Raise StartupError if it can't be computed or divided."""
     text = json.dumps(config, sort_keys=True)
     whole = _inspect(text)
     if ranks == 1:
@@ -218,7 +218,7 @@ def read_spec(config: dict[str, Any], ranks: int = 1) -> ModelSpec:
 
 
 def _check_heads(spec: ModelSpec, ranks: int) -> None:
-    """Raise StartupError, which names the possible numbers, if ranks can't have whole heads."""
+    """Raise StartupError, which names the possible numbers of ranks, if ranks can't have whole heads."""
     for layer in spec.layers:
         heads = layer.heads or 0
         if heads % ranks or layer.kv_heads % ranks:
@@ -252,7 +252,7 @@ def _inspect(text: str, ranks: int = 1) -> ModelSpec:
     except StartupError:
         raise
     except Exception as error:  # of any kind: config.json is untrusted
-        if ranks > 1 and not inspection.layers:  # it came to no attention
+        if ranks > 1 and not inspection.layers:  # it failed before any attention
             _check_heads(_inspect(text), ranks)
         given, remedy = (f"--tp is {ranks}, and so ", TP_REMEDY) if ranks > 1 else ("", REMEDY)
         raise StartupError(f"{given}transformers' {name} doesn't run with quire's attention: {_reason(error)}",

@@ -17,8 +17,8 @@ TEXT_PREFIXES = ("model.language_model.", "language_model.model.", "language_mod
 
 
 class VisionLanguageModel(Decoder):
-    """See Decoder. The caller runs `vision_encoder`, before. A config without an encoder of images makes the text model
-    alone."""
+    """See Decoder. The caller runs `vision_encoder` before. It is None, and the model is a text model alone, if the
+    config has no encoder of images."""
 
     def __init__(
         self, config: dict[str, Any], dtype: torch.dtype, device: torch.device, shard: Shard = UNSHARDED

@@ -21,7 +21,7 @@ from quire.models.families import (
     read_qwen2,
     read_qwen3,
 )
-from quire.models.gemma4 import IMAGE_ENCODER, read_gemma4_with_encoders
+from quire.models.gemma4 import IMAGE_ENCODER, read_gemma4_text
 from quire.models.quantization import read_checkpoint_scheme
 from quire.models.vision.settings import PREPROCESSOR_KEY, VisionSettings
 from quire.models.weight_names import WeightNames
@@ -95,9 +95,9 @@ def read_gemma3_with_images(fields: ConfigReader) -> DecoderConfig:
 
 
 def read_gemma4_with_images(fields: ConfigReader) -> DecoderConfig:
-    """Gemma-4 (Google, 2026) with its vision encoder, unless vision_config is absent. Its encoder of audio is not
+    """Gemma-4 (Google, 2026) with its vision encoder, if config.json has a vision_config. Its encoder of audio is not
     read."""
-    text = read_gemma4_with_encoders(fields)
+    text = read_gemma4_text(fields)
     if fields.config.get("vision_config") is None:
         return text
     vision = _read_vision(fields)

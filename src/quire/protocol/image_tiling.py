@@ -99,9 +99,9 @@ class PooledTile(SingleTile):
 
 @dataclass(frozen=True, slots=True)
 class ScaledTiling(ImageTiling):
-    """The image is scaled to fill at most `max_tiles` tiles, with its aspect ratio but for rounding to whole tiles
-    (Gemma-4). One embedding for each tile, which is a square of `patches_per_side` x `patches_per_side` patches. Tiles
-    attend to one another, so all of them are one part."""
+    """The image is scaled to fill at most `max_tiles` tiles (Gemma-4). Its aspect ratio is kept, up to rounding to
+    whole tiles. There is one embedding for each tile, a square of `patches_per_side` x `patches_per_side` patches.
+    Tiles attend to one another, so all of them are one part."""
 
     max_tiles: int
 
@@ -110,8 +110,8 @@ class ScaledTiling(ImageTiling):
         return self.max_tiles
 
     def choose_grid(self, height: int, width: int, is_only_image: bool = True) -> TileGrid:
-        """See ImageTiling. Sides are rounded down; an image that would be less than a tile high is one tile high and a
-        whole number of times as wide, and likewise if it would be less than a tile wide."""
+        """See ImageTiling. Sides are rounded down. An image that would be less than a tile high becomes one tile high
+        and width // height tiles wide; an image that would be less than a tile wide becomes one tile wide."""
         factor = math.sqrt(self.max_tiles * self.tile_size**2 / (height * width))
         rows, columns = (math.floor(factor * side / self.tile_size) for side in (height, width))
         if not rows:

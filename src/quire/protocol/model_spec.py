@@ -139,8 +139,8 @@ class VisionSpec:
     `part_operations`: arithmetic operations of a part's products. `part_tokens`: how many prompt tokens take about as
     long as a part. `part_embeds`: the least number of tokens that the embeddings of a part replace (0: none). With
     `bidirectional_prompt` the tokens of a prompt attend to one another both ways, so one step computes all of it
-    (PaliGemma); with `bidirectional_images` those of an image do (Gemma-3), but with `causal_full_layers` only in
-    layers with a window (Gemma-4)."""
+    (PaliGemma); with `bidirectional_images` those of an image do (Gemma-3), with `causal_full_layers` only in layers
+    with a window (Gemma-4)."""
 
     embed_dim: int
     max_embeds: int

@@ -38,8 +38,8 @@ class Shard(NamedTuple):
         return range(self.tp_rank * count, (self.tp_rank + 1) * count)
 
     def expert_range(self, count: int) -> range:
-        """Return the experts of `count` that the rank computes: its own, or all if it has columns of each. Ranks differ
-        by at most one expert; the first rank has the most."""
+        """Return the experts, of `count`, whose weights the rank has: some with expert parallelism, else all. The
+        numbers of ranks' experts differ by at most one; the first rank has the most."""
         return _part(self.tp_rank, self.tp_size, count) if self.expert_parallel else range(count)
 
     def head_ranges(self, queries: int, keys: int) -> HeadRanges:
@@ -101,7 +101,8 @@ class Shard(NamedTuple):
 
 
 def _part(number: int, parts: int, count: int) -> range:
-    """Return one of `parts` parts of range(count). Their sizes differ by at most one; the first part is the largest."""
+    """Return part `number` of `parts` parts of range(count), in order. Sizes differ by at most one; the first part is
+    the largest."""
     first, last = (-(-at * count // parts) for at in (number, number + 1))
     return range(first, last)
 

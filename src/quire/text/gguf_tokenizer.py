@@ -150,6 +150,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) 
 
 
 def _stored_merges(metadata: Mapping[str, Any], vocab: dict[str, int], where: str) -> list[tuple[str, str]]:
+    """Return the merges in the metadata. Raise StartupError if there are none, too many, or some aren't two tokens."""
     given = metadata.get(KEY_PREFIX + "merges")
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) > MAX_MERGES * len(vocab):
         raise StartupError(f"{where} has no merges for its tokens, or too many", REMEDY)
@@ -165,8 +166,8 @@ def _stored_merges(metadata: Mapping[str, Any], vocab: dict[str, int], where: st
 def _sentence_piece(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], where: str, has_merges: bool
 ) -> tokenizers.Tokenizer:
-    """Return a tokenizer of SentencePiece's pieces. `has_merges`: the file has their merges (Gemma-4); else they follow
-    from the scores."""
+    """Return a tokenizer of SentencePiece's pieces. If `has_merges` (Gemma-4), merges are in the file, and a space is
+    added before a text only if the metadata demand it; else merges follow from the scores."""
     merges = _stored_merges(metadata, vocab, where) if has_merges else _scored_merges(metadata, vocab, types, where)
     unknown = next((token for token, id in vocab.items() if types[id] == UNKNOWN), None)
     backend = tokenizers.Tokenizer(
@@ -183,6 +184,8 @@ def _sentence_piece(
 def _scored_merges(
     metadata: Mapping[str, Any], vocab: dict[str, int], types: list[int], where: str
 ) -> list[tuple[str, str]]:
+    """Return the merges that follow from the scores of tokens. Raise StartupError if scores are missing or not finite,
+    or tokens have too many characters."""
     scores = _token_numbers(metadata, "scores", list(vocab), where)
     if not scores or not all(math.isfinite(score) for score in scores):
         raise StartupError(f"{KEY_PREFIX}scores in {where} are missing or not finite", REMEDY)

@@ -83,7 +83,7 @@ ROPE_FACTORS_LONG = "rope_factors_long.weight"
 """Tensors with divisors of the rotation frequencies of a head's pairs."""
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 KEYS_AND_VALUES = re.compile(r"blk\.(\d+)\.attn_(k|v|k_norm)\.weight")
-UNROTATED = 1e20  # a divisor of a frequency from which on a pair is not rotated
+UNROTATED = 1e20  # pairs of a head whose frequency has a greater divisor are not rotated
 FLOAT_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 IGNORED_TENSORS = (ROPE_FREQS, ROPE_FACTORS_SHORT, ROPE_FACTORS_LONG)
 LARGEST_LAYER_COUNTS = {"gemma2": 46, "gemma3": 62}
@@ -123,8 +123,8 @@ ARCHITECTURES = {
 
 
 class HFTensors(NamedTuple):
-    """The tensors of `file` by transformers' names, without a prefix. Keys and values of `sharing_layers`, which read
-    those of others, are not among them."""
+    """The tensors of `file` by transformers' names, without a prefix. The projections of keys and values of
+    `sharing_layers`, which use other layers' keys and values, are left out."""
 
     file: GGUFFile
     architecture: Architecture
@@ -349,8 +349,8 @@ def _gemma_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> di
 
 
 def _gemma4_config(file: GGUFFile, architecture: Architecture, fields: ConfigReader) -> dict[str, Any]:
-    """Return the config.json of a Gemma-4. The file has the key heads and the feed-forward block's size of all layers
-    or of each, and leaves the values' products out where keys make the values."""
+    """Return the config.json of a Gemma-4. The file has one number of key heads, and one size of the feed-forward
+    block, for all layers or a list for each. It has no projection of values where the keys are the values too."""
     count, windowed = fields.get_int("block_count", maximum=MAX_LAYERS), _windowed_layers(fields)
     shared = fields.get_int("attention.shared_kv_layers", 0, minimum=0, maximum=count - 1)
     full, own = [layer for layer in range(count) if not windowed[layer]], range(count - shared)
@@ -404,7 +404,7 @@ def _gemma4_config(file: GGUFFile, architecture: Architecture, fields: ConfigRea
 
 
 def _windowed_layers(fields: ConfigReader) -> list[bool]:
-    """Return for each layer whether it has a window."""
+    """Return for each layer whether it has a window. Raise StartupError if the file doesn't list it for each."""
     given = fields.config.get("attention.sliding_window_pattern")
     count = fields.get_int("block_count", maximum=MAX_LAYERS)
     if not isinstance(given, list) or len(given) != count or not all(one in (0, 1) for one in given):
@@ -416,7 +416,7 @@ def _windowed_layers(fields: ConfigReader) -> list[bool]:
 
 
 def _per_layer(fields: ConfigReader, key: str) -> list[int]:
-    """Return the number of each layer: of a list, or the same for all."""
+    """Return the number of each layer at `key`, which has a list or one number for all."""
     given, count = fields.config.get(key), fields.get_int("block_count", maximum=MAX_LAYERS)
     values = given if isinstance(given, list) else [given] * count
     if len(values) != count:
@@ -425,7 +425,7 @@ def _per_layer(fields: ConfigReader, key: str) -> list[int]:
 
 
 def _check_layers(fields: ConfigReader, key: str, values: list[int], kinds: set[Any]) -> None:
-    """Raise StartupError if layers that must have the same number have several."""
+    """Raise StartupError if `kinds`, the different numbers of layers that must have the same one, are several."""
     if len(kinds) > 1:
         raise StartupError(
             f"{key} in {fields.source} is {short_repr(values)}", "Layers of a kind must have the same number"
@@ -433,7 +433,8 @@ def _check_layers(fields: ConfigReader, key: str, values: list[int], kinds: set[
 
 
 def _rotated_share(file: GGUFFile, head_dim: int) -> float:
-    """Return the share of a head's pairs that are rotated: the divisors of the others' frequencies are huge."""
+    """Return the share of a head's pairs that are rotated: those whose frequencies have the divisor 1. The others have
+    huge ones."""
     divisors = _tensor_floats(file, ROPE_FREQS)
     rotated = divisors.count(1.0)
     if not rotated or len(divisors) != head_dim // 2 or not all(x > UNROTATED for x in divisors[rotated:]):

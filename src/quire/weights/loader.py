@@ -305,7 +305,7 @@ def build_targets(
 
 
 def _read(file: Any, target: LoadTarget | None, key: str, path: Path) -> Tensor:
-    """Read a tensor, or one rank's slice of it; a number without dimensions as [1]."""
+    """Read a tensor, or one rank's slice of it; a scalar as [1]."""
     if target is None or target.tensor_slice is None:
         whole: Tensor = file.get_tensor(key)
         return whole if whole.dim() else whole.view(1)

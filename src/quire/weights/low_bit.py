@@ -49,8 +49,8 @@ UNQUANTIZED_MODULES = re.compile(
 """Modules that are not rounded to few bits; a file may have them so (see quire.weights.fp8)."""
 HEAD_MODULE = re.compile(r"(^|\.)head$")
 """The head is rounded to 8 bits even with int4, because no later layer corrects its errors."""
-PIECE_NUMBERS = 1 << 18  # numbers quantized at once: they stay in a core's cache
-GPU_PIECE_NUMBERS = 1 << 26
+PIECE_NUMBERS = 1 << 18  # numbers quantized at once on a CPU: they stay in a core's cache
+GPU_PIECE_NUMBERS = 1 << 26  # the same on a GPU
 MakeWeight = Callable[[], LowBitWeight]
 WeightFormats = dict[str, tuple[LowBitFormat, ...]]
 """Parameter -> the formats of its parts, each a tensor of a checkpoint."""

@@ -48,7 +48,7 @@ def load_transformers_model(
             whole = model_class._from_config(settings, dtype=dtype)
         part_of = _tensor_parts(whole, divide(whole, shard))
         model_class = divided_class(model_class, shard)
-    if folder is None:  # ranks draw alike, so that what all of them have is the same
+    if folder is None:  # one seed for all ranks, so that weights that aren't divided are the same
         with _seeded(seed, torch.device("cpu")), _quiet():
             model = model_class.from_pretrained(None, config=settings, state_dict={}, dtype=dtype)
         return _finish(model.to(device), num_layers, shard)
@@ -77,7 +77,7 @@ def load_transformers_model(
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """A context in which torch draws numbers by `seed`."""
+    """Seed torch's random numbers in a context, and restore their state after it."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -85,7 +85,7 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context in which transformers doesn't warn, as it does of weights that no file has."""
+    """Silence transformers' warnings in a context, such as that of weights that no file has."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(ERROR)
     try:
@@ -102,8 +102,9 @@ def _finish(model: Any, num_layers: int, shard: Shard = UNSHARDED) -> Transforme
 
 
 def _tensor_parts(whole: Any, parts: dict[str, ParameterPart]) -> PartOf:
-    """Return the function that says which part of a checkpoint's tensor, by name, a rank reads; None: all of it. It
-    takes transformers' own steps from names of tensors to those of parameters. `whole` is a model without numbers."""
+    """Return a function from the name of a checkpoint's tensor to the part that a rank reads (None: all of it). It maps
+    names of tensors to those of parameters as transformers does. `whole` is a model on the meta device; `parts` are
+    those of `divide`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         Concatenate,
@@ -132,8 +133,8 @@ def _tensor_parts(whole: Any, parts: dict[str, ParameterPart]) -> PartOf:
         if steps == [MergeModulelist] or (part is None and len(converter.target_patterns) == 1):
             return part
         raise StartupError(
-            f"--tp is given, and transformers makes {target} from {short_repr(name)} in steps that ranks can't take "
-            "with a part of it",
+            f"--tp is given, and transformers makes {target} from {short_repr(name)} in steps that ranks can't apply "
+            "to a part of it",
             TP_REMEDY,
         )
 
@@ -141,7 +142,7 @@ def _tensor_parts(whole: Any, parts: dict[str, ParameterPart]) -> PartOf:
 
 
 def _read_tensors(folder: Path, progress: bool, part_of: PartOf | None) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors by name, or the parts of them by `part_of`. On a CPU they lie in the mapped
+    """Return the checkpoint's tensors by name, or the parts that `part_of` chooses. On a CPU they lie in the mapped
     files."""
     tensors: dict[str, Tensor] = {}
     for path in tqdm(tensor_files(folder), desc="Opening weights", unit=" files", disable=not progress):

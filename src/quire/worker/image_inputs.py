@@ -45,8 +45,9 @@ class EmbedSpan(NamedTuple):
 
 
 class EmbeddingMerger(NamedTuple):
-    """Writes image embeddings over those of a step's tokens: of the tokens at the indices `tokens` [N], on the device.
-    `read` returns the embeddings [N, embed_dim]."""
+    """A function that writes image embeddings into a step's token embeddings x [T, embed_dim], and returns x. `tokens`
+    [N], on the device, are the indices of the tokens that are replaced; `read` returns their embeddings [N,
+    embed_dim]."""
 
     tokens: Tensor
     read: Callable[[], Tensor]
@@ -175,7 +176,7 @@ class ImageInputs:
         return None
 
     def embedding_merger(self, flat_inputs: FlatInputs) -> EmbeddingMerger | None:
-        """Return what writes image embeddings over those of a step's tokens, or None if there are none."""
+        """Return the function that writes image embeddings over those of a step's tokens, or None if there are none."""
         spans = list(self._spans(flat_inputs)) if self.embed_location else []
         if not spans:
             return None

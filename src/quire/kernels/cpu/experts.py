@@ -20,8 +20,8 @@ GATHERED_BYTES = 1 << 17  # of a chunk
 
 
 class PackedExperts:
-    """The packed weights of all experts, or of those from `first` on that one rank has: `gate_up` with its activation,
-    gated, and `down`, an entry an expert."""
+    """The packed weights of all experts, or of one rank's: `gate_up` with its activation, gated, and `down`, an entry
+    an expert. `first`: the number of the first of them among all experts."""
 
     def __init__(self, gate_up: Sequence[Packed], down: Sequence[Packed], first: int = 0) -> None:
         self.gate_up, self.down, self.first = StackedProducts(gate_up), StackedProducts(down), first

@@ -36,6 +36,7 @@ TILED_COLUMNS = 8192  # the most on tiles: a panel in bf16 must fit in a thread'
 GPU_WIDTH = 32
 """The columns of a weight that a GPU's kernels expand together, and multiply by one scale."""
 MAX_GPU_GROUP = 128
+"""The most columns of a superblock whose columns all share a scale on a GPU: those of AWQ and GPTQ."""
 E2M1_DOUBLED = torch.tensor([0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12])
 
 
@@ -71,12 +72,12 @@ class LowBitFormat(NamedTuple):
 
     @property
     def gpu_bits(self) -> int:
-        """Return the bits of a number on a GPU."""
+        """Return the bits of a code on a GPU."""
         return 4 if self.bits == 4 else 8
 
     @property
     def gpu_scales(self) -> str:
-        """Return how a GPU's kernels hold the scales and minima (quire.kernels.triton.low_bit.LowBitMatrix)."""
+        """Return the kind of scales on a GPU (quire.kernels.triton.low_bit.LowBitMatrix)."""
         if self.is_e2m1:
             return "e2m1"
         if self.group < GPU_WIDTH:
@@ -87,11 +88,11 @@ class LowBitFormat(NamedTuple):
 
     @property
     def gpu_group(self) -> int:
-        """Return the columns that share a scale on a GPU: a whole superblock of AWQ and GPTQ does."""
+        """Return the number of columns that share a scale on a GPU: with "zeros" a whole superblock."""
         return self.superblock if self.gpu_scales == "zeros" and self.superblock else self.group
 
     def gpu_row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row of the weight on a GPU."""
+        """Return the bytes of a weight's row with this number of columns on a GPU, scales included."""
         steps = -(-columns // (16 // self.gpu_bits * GPU_WIDTH))
         by_step = {"e2m1": 1, "halves": 2, "superblocks": 8 // self.gpu_bits + 1}.get(self.gpu_scales)
         words = columns // self.gpu_group if by_step is None else steps * by_step

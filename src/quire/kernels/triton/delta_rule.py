@@ -7,12 +7,12 @@ heads and columns are parallel. Sums are over the rows of a state, so columns ar
 products: `_solve_chunks` computes in parallel what does not depend on states, above all the inverse of each chunk's
 triangular system (see kernels.delta_rule._run_chunk), and `_scan_chunks` goes from chunk to chunk.
 
-Chunks begin at positions that are multiples of CHUNK, so a row that is cut into steps at such positions is computed
+Chunks begin at positions that are multiples of CHUNK. So a row that is cut into steps at such positions is computed
 from the same chunks, and most runs end where a chunk does.
 
-Products of the chunks with inputs in 16 bits: queries and keys are used as they are, without error; their lengths,
-decays and rates are multiplied into the other, fp32, factor. That one is split as in kernels.triton.products where an
-error would stay in the state, and rounded to 16 bits where it would not: in the sums that only an output has.
+With inputs in 16 bits, one factor of a product is a matrix of queries or keys as they are, without error. Their
+lengths, decays and rates are multiplied into the other factor, which is in fp32. It is split as in
+kernels.triton.products if an error would stay in the state. It is rounded to 16 bits in sums that only an output has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.kernels.triton.decode import multiprocessors
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.mamba_scan import LOG2E, silu_gate, softplus
-from quire.kernels.triton.products import computed_once, dot, dot_split, split
+from quire.kernels.triton.products import MIN_DOT, computed_once, dot, dot_split, split
 
 STATE_NUMBERS = 1024
 """Numbers of a state that one warp, a program, holds: 32 a thread."""
@@ -36,13 +36,15 @@ EPS = tl.constexpr(L2_EPS)
 CHUNK = CONV_TILE
 """Tokens of a chunk: those of a tile of a plan."""
 RECURRENT_TOKENS = 32
-"""The most tokens of a row that are computed one at a time, in a step that surely has a longer row: a row of 16 takes
-12 us one at a time, of 32 20 us, of 64 38 us, and by chunks 16 to 17 us (H200). In other steps, as those that verify a
-few tokens of each row, the kernels of chunks would cost launches of which all programs end at once."""
+"""The most tokens of a row that are computed one at a time, in a step that is known to have a longer row. One at a time
+16 tokens take 12 us, 32 take 20 us and 64 take 38 us; by chunks they take 16 to 17 us (H200). In other steps, such as
+those that verify a few tokens of each row, the kernels of chunks aren't launched: all of their programs would end at
+once."""
 MIN_RUN = 16
-"""The least tokens of a run for chunks: code is repeated for each run that may end in a chunk."""
+"""The fewest tokens of a run for which rows are computed by chunks: the kernel's code is repeated for each run that may
+end in a chunk."""
 FACTORS = 6
-"""Numbers of each token and head that `_solve_chunks` gives to `_scan_chunks`, besides rows of matrices."""
+"""Numbers of each token and head that `_solve_chunks` stores for `_scan_chunks`, beside the rows of matrices."""
 SOLVE_WARPS, SOLVE_STAGES = 4, 1
 SCAN_WARPS = 4
 FP32_SCAN, FEW_PROGRAMS, MANY_PROGRAMS = (32, 2), (64, 2), (64, 1)
@@ -51,11 +53,9 @@ FP32_SCAN, FEW_PROGRAMS, MANY_PROGRAMS = (32, 2), (64, 2), (64, 1)
 One program with its next chunk in shared memory is faster, many without: one row of 8192 tokens 487 instead of 667 us,
 64 rows of 128 tokens 325 instead of 281 us (H200, bf16). Not 32 columns in 16 bits, though one row takes 390 us then:
 ptxas 12.8, which Triton 3.6 and 3.7 use for Hopper, computes wrong addresses of operands in shared memory in some such
-kernels. Results are wrong then, or the access is illegal. (12.9 and 13.1 translate the same PTX right.)"""
+kernels. Results are wrong then, or the access is illegal. (12.9 and 13.1 translate the same PTX correctly.)"""
 MANY = 2
-"""Programs are many if they are more than this times the multiprocessors."""
-MIN_DOT = 16
-"""The least size of a matrix product."""
+"""MANY_PROGRAMS applies to more programs than this number times the multiprocessors."""
 
 
 @triton.jit
@@ -140,12 +140,11 @@ def _dot_rounded(a, b):
 
 @triton.jit
 def _invert(system, SIZE: tl.constexpr, PRODUCT: tl.constexpr):
-    """Return the inverse of a triangular matrix [SIZE, SIZE], the diagonal of which is 1, of the numbers below it in
-    `system`, which are 0 elsewhere.
+    """Return the inverse of the matrix 1 + `system` [SIZE, SIZE]; `system` is 0 on the diagonal and above.
 
-    Blocks of 16 on the diagonal are inverted by elimination, row after row in fp32. With M, their inverses, and
-    N = M (system without these blocks), which is 0 after `BLOCKS` products with itself, the inverse is
-    (1 + N)^-1 M. Squaring the whole system instead would take sums of large terms that cancel if keys are alike."""
+    Blocks of 16 x 16 on the diagonal are inverted by elimination, row after row in fp32. Let M be these inverses, and
+    N = M (system without these blocks). N^BLOCKS is 0, and the inverse is (1 + N)^-1 M. Squaring the whole system
+    instead would add up large terms that cancel if keys are alike."""
     SIDE: tl.constexpr = 16
     BLOCKS: tl.constexpr = SIZE // SIDE
     tl.static_assert(BLOCKS == 4)
@@ -179,14 +178,15 @@ def _solve_chunks(
     HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
     WIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute a head's matrices and factors of a chunk, if its row has more than `most` tokens. A program for each
-    tile, whose number in its row is the chunk's, and then one for each row, which may have one chunk more than tiles.
+    """Compute a head's matrices and factors of a chunk, if its row has more than `most` tokens. There is a program for
+    each tile, whose number in its row is the chunk's, and then one for each row, which may have one more chunk than
+    tiles.
 
-    `matrices` [2 or 3, heads, tokens, CHUNK]: pairs of queries and keys that `_scan_chunks` multiplies with the u of
-    a chunk; the inverse of the system, its columns times the tokens' rates; and what the latter lacks in 16 bits.
-    `factors` [FACTORS, heads, tokens], fp32: of what each token's key and query read from the state before the chunk,
-    and of what its key adds to the state after the chunk; the decay from the chunk's start on; the key's own factor, of
-    length, and the logarithm of the token's decay."""
+    `matrices` [2 or 3, heads, tokens, CHUNK] are: the products of queries and keys, which `_scan_chunks` multiplies by
+    the u of a chunk; the inverse of the system, its columns times the tokens' rates; in 16 bits, the rounding error of
+    the latter. `factors` [FACTORS, heads, tokens] in fp32 are: of what each token's key reads from the state before the
+    chunk; of what its query reads; of what its key adds to the state after the chunk; the decay from the chunk's start
+    to the token; 1 / the key's length; the binary logarithm of the token's decay."""
     KEYS: tl.constexpr = HEADS // SHARED * KEY
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -322,9 +322,10 @@ def gated_delta_rule(
     deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of the gated delta rule, as quire.kernels.delta_rule.gated_delta_rule. Rows of qkv and ba may
-    have any stride. Rows of more than RECURRENT_TOKENS tokens are computed by chunks, if runs are not very short.
-    `deterministic`: none are, and with states in fp32 a token's bits depend neither on other rows of the step, nor on
-    how its row is cut into steps. pdl: programmatic dependent launch, on GPUs of capability 9 and more."""
+    have any stride. Rows of more than RECURRENT_TOKENS tokens are computed by chunks if runs have MIN_RUN tokens or
+    more. `deterministic`: all tokens are computed one at a time; with states in fp32 a token's bits depend neither on
+    other rows of the step nor on how its row is cut into steps. pdl: programmatic dependent launch, on GPUs of
+    capability 9 and more."""
     (tokens, numbers), (_, heads, key_dim, value_dim) = qkv.shape, states.shape
     key_heads, rest = divmod(numbers - heads * value_dim, 2 * key_dim)
     assert not rest, f"{numbers} queries, keys and values do not fit states of {tuple(states.shape[1:])}"
@@ -339,7 +340,7 @@ def gated_delta_rule(
     if not rows:
         return out
     sizes = {"HEADS": heads, "SHARED": heads // key_heads, "KEY": key_dim}
-    # A row of more tokens than a tile has several tiles. Lengths are not known here, but their mean is.
+    # The host knows the mean length of rows only, and that a row has several tiles if it is longer than a tile.
     by_chunks = (
         not deterministic and plan.page_tokens >= MIN_RUN and plan.tiles is not None
         and (len(plan.tiles) > rows or tokens > rows * RECURRENT_TOKENS)
@@ -362,7 +363,8 @@ def _run_chunks(
     qkv: Tensor, ba: Tensor, A: Tensor, dt_bias: Tensor, out: Tensor, states: Tensor, plan: StatePlan, scale: float,
     sizes: dict[str, int], pdl: bool,
 ) -> None:  # fmt: skip
-    """Compute the rows of more than RECURRENT_TOKENS tokens."""
+    """Compute the rows of more than RECURRENT_TOKENS tokens by chunks: store to `out` and `states`. `sizes`: HEADS,
+    SHARED and KEY of the kernels."""
     assert plan.tiles is not None, "rows of one token have no chunks"
     tokens, heads, value_dim, in_fp32 = len(qkv), sizes["HEADS"], states.shape[3], qkv.dtype == torch.float32
     matrices = torch.empty((2 if in_fp32 else 3, heads, tokens, CHUNK), dtype=qkv.dtype, device=qkv.device)

@@ -62,8 +62,8 @@ class Routing(NamedTuple):
     `weights` [T, top] fp32, `expert_ids` [T, top] int64. `counts` [experts] int32: how many pairs each expert has;
     `pairs` [experts, T] int32: their numbers, in any order. A single token needs no lists (None).
 
-    If ranks divide the experts, these are one rank's, numbered from 0, a `share` of all. Pairs of other ranks' experts
-    are in no list, and their expert is -1.
+    If ranks divide the experts, this is one rank's routing: its experts, a `share` of all, are numbered from 0. Pairs
+    of other ranks' experts have the expert -1 and are in no list.
     """
 
     weights: Tensor
@@ -74,7 +74,7 @@ class Routing(NamedTuple):
 
     @property
     def own_ids(self) -> Tensor | None:
-        """The experts if some of them may be -1, else None."""
+        """`expert_ids` [T, top] if some of them may be -1, else None."""
         return self.expert_ids if self.share < 1 else None
 
 
@@ -124,7 +124,7 @@ def route(
 ) -> Routing:  # fmt: skip
     """Choose the `top_k` most probable experts of each row of logits [T, experts]. Their weights are probabilities,
     divided by their sum if `renormalize`, the largest first, times the `scale` [experts] of their expert, if given. If
-    not `listed`, there are no lists of pairs. `own`: the experts of this rank."""
+    not `listed`, there are no lists of pairs. `own`: the experts of this rank (None: all)."""
     tokens, experts = logits.shape
     own = range(experts) if own is None else own
     assert logits.stride(1) == 1, "rows are contiguous"
@@ -285,7 +285,7 @@ def _one_token(
 ):  # fmt: skip
     """Compute one token's products. With a KIND: act(gate) * up for some weight rows of one of its experts, out [TOP,
     size]. Without: the products of some weight rows of all its experts, each with the expert's row of x [TOP, depth],
-    times `shares`, added in order. If experts are DIVIDED among ranks, those of others, -1, are left out."""
+    times `shares`, added in order. If experts are DIVIDED among ranks, pairs whose expert is -1 are left out."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -330,9 +330,9 @@ def fused_moe(
     has lists unless T is 1 and not `deterministic`.
 
     `scales`: of `gate_up` and `down` if they are in FP8, [G, experts * rows], as in `linear`. `biases`: theirs,
-    [experts * rows]. If ranks divide the experts, weights are of one rank's, as `routing`, and so are the sums. A graph
-    may capture this. `deterministic`: a row's bits do not depend on the number of rows. pdl: programmatic dependent
-    launch, on GPUs of capability 9 and more.
+    [experts * rows]. If ranks divide the experts, weights and `routing` are one rank's, and the result is its term of
+    the sum. A graph may capture this. `deterministic`: a row's bits do not depend on the number of rows. pdl:
+    programmatic dependent launch, on GPUs of capability 9 and more.
     """
     (tokens, hidden), top, (experts, inner) = x.shape, routing.expert_ids.shape[1], (len(gate_up), down.shape[2])
     assert gate_up.shape == (experts, 2 * inner, hidden), f"gate_up {tuple(gate_up.shape)} does not fit x and down"

@@ -4,8 +4,8 @@ A program expands some rows of the weight in registers, step by step, and multip
 with the rows of x as the narrow side. So the weight is read from memory in few bits. Many rows of x are multiplied by
 the library, with a weight that is expanded for the time of the product.
 
-A weight's number is code * scale + shift, in fp32; products of whole numbers are scaled afterwards, others multiply the
-number rounded to x's dtype.
+A weight's number is code * scale + shift, in fp32. Either this number is rounded to x's dtype and multiplied
+(`_expand_part`), or the codes are multiplied as whole numbers, and the sum over a group is scaled (`_whole_part`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 WIDTH = tl.constexpr(GPU_WIDTH)
 """The columns of a part of a step (see LowBitMatrix): those of one matrix product."""
 EXPANDED_ROWS = 64
-"""Rows of a weight that a program expands."""
+"""Rows of a weight that a program of `_expand` takes."""
 EXPANDED_NUMBERS = 1 << 25
-"""The most numbers of a weight that are expanded at once."""
+"""The most numbers of a weight that are expanded in memory at once."""
 MAX_FUSED_ROWS = 128
 """The most rows of a linear layer's input for which the weight is not expanded in memory."""
 MAX_SPLITS, SPLIT_PROGRAMS = 8, 1024
 """With few rows of x, a weight's rows alone don't occupy a GPU. Its columns are then split too, at most MAX_SPLITS
-ways, until there are SPLIT_PROGRAMS programs; fewer with tiles of more than 16 rows of x, whose sums take time too."""
+ways, until there are SPLIT_PROGRAMS programs. With tiles of more than 16 rows of x there are fewer, since adding up the
+splits takes time too."""
 TILES = {
     8: (ExpertTile(8, 64, 256, 3, 4), ExpertTile(8, 32, 256, 4, 1)),
     16: (ExpertTile(16, 32, 256, 4, 2),) * 2,
@@ -45,8 +46,8 @@ TILES = {
     64: (ExpertTile(64, 64, 128, 4, 4),) * 2,
     sys.maxsize: (ExpertTile(128, 64, 128, 3, 4),) * 2,
 }
-"""Tiles by the most rows of a weight's input, or pairs of an expert on average: of gate and up, which have two
-weights, and of others. Measured on one H200 in bf16 with the linear layers of Llama-3-8B and the experts of
+"""Tiles by the most rows of a weight's input, or pairs of an expert on average. The first is for gate and up together,
+the second for other weights. Measured on one H200 in bf16 with the linear layers of Llama-3-8B and the experts of
 Qwen3-30B-A3B, in groups of 128, and the MXFP4 experts of GPT-OSS-20B."""
 ONE_TILE = TILES[32][0]
 """The tile for any number of rows."""
@@ -55,21 +56,24 @@ MAX_WHOLE = tl.constexpr(32)
 
 
 def _ptx(*lines: str) -> tl.constexpr:
-    """Return the text of instructions on pairs of codes in one register, as numbers in 16 bits."""
+    """Return PTX that turns the two codes in register $1 into two 16-bit numbers in $0."""
     return tl.constexpr("{ .reg .b32 a, b, one; " + " ".join(f"{line};" for line in lines) + " }")
 
 
 def _shifted(result: str, left: int) -> str:
+    """Return the instruction that shifts $1 by `left` bits, to the right if negative."""
     return f"shl.b32 {result}, $1, {left}" if left >= 0 else f"shr.u32 {result}, $1, {-left}"
 
 
 def _whole_ptx(one: str) -> list[tl.constexpr]:
+    """Return the PTX of `_whole_part` for each part. `one`: two numbers whose last bit is worth 1."""
     merged = "lop3.b32 $0, a, 0x000f000f, one, 0xEA"  # a & mask | one
     return [_ptx(f"mov.b32 one, {one}", _shifted("a", -4 * part), merged) for part in range(4)]
 
 
 def _e2m1_ptx(part: int) -> tl.constexpr:
-    """A sign, two bits of exponent and one of mantissa, where bf16 has them, are 2^-126 times the number."""
+    """Return the PTX of `_expand_part` for a part of MXFP4 in bf16. The code's sign, exponent and mantissa, moved to
+    where bf16 has them, are 2^-126 times the number; $2 has the scale."""
     return _ptx(
         _shifted("a", 6 - 4 * part), "and.b32 a, a, 0x01c001c0", _shifted("b", 12 - 4 * part),
         "mov.b32 one, 0x80008000", "lop3.b32 a, b, one, a, 0xEA", "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b",
@@ -127,7 +131,7 @@ def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
 
 
 def _scales(weight: LowBitWeight, steps: int) -> Tensor:
-    """Return a weight's scales as LowBitMatrix has them."""
+    """Return a weight's scales, int32 in the shape that LowBitMatrix has for its kind."""
     form, parts = weight.form, 16 // weight.form.gpu_bits
     d, kind = weight.d, form.gpu_scales
     if kind == "e2m1":
@@ -142,10 +146,12 @@ def _scales(weight: LowBitWeight, steps: int) -> Tensor:
         return torch.stack((words, _halves(d, d)[:, units]), 2).permute(1, 2, 0)
     if kind == "superblocks":
         assert weight.a is not None, "superblocks have scales"
-        assert weight.b is not None, "and minima"
-        pairs = _pair(weight.a.to(torch.int32) & 255, weight.b.to(torch.int32), 8)
+        assert weight.b is not None, "superblocks have minima"
+        pairs = _join_bits(weight.a.to(torch.int32) & 255, weight.b.to(torch.int32), 8)
         pairs = F.pad(pairs, (0, steps * parts - pairs.shape[1]))
-        words = [_pair(pairs[:, part::parts] & 0xFFFF, pairs[:, part + 1 :: parts], 16) for part in range(0, parts, 2)]
+        words = [
+            _join_bits(pairs[:, part::parts] & 0xFFFF, pairs[:, part + 1 :: parts], 16) for part in range(0, parts, 2)
+        ]
         return torch.stack([*words, _halves(d, weight.e)[:, units]], 2).permute(1, 2, 0)
     if kind == "shifts":
         return _halves(d, weight.e).T
@@ -153,19 +159,20 @@ def _scales(weight: LowBitWeight, steps: int) -> Tensor:
     return _halves(d, zero if weight.b is None else zero + weight.b[:, :: form.gpu_group // form.group]).T
 
 
-def _pair(low: Tensor, high: Tensor, bits: int) -> Tensor:
+def _join_bits(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    """Return integers whose last `bits` bits are `low`, the others `high`."""
     return low | high << bits
 
 
 def _halves(low: Tensor, high: Tensor | None) -> Tensor:
-    """Return two numbers in fp16 in each int32."""
+    """Return int32 words, each with two numbers in fp16."""
     assert high is not None, "a format with minima has them"
-    return _pair(low.view(torch.int16).to(torch.int32) & 0xFFFF, high.half().view(torch.int16).to(torch.int32), 16)
+    return _join_bits(low.view(torch.int16).to(torch.int32) & 0xFFFF, high.half().view(torch.int16).to(torch.int32), 16)
 
 
 @triton.jit
 def _half(word, HIGH: tl.constexpr):
-    """Return one of the two numbers in fp16 of a word."""
+    """Return one of the two fp16 numbers of a word, in fp32."""
     bits = word >> 16 if HIGH else word
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -175,8 +182,8 @@ def _load_scale(
     scales, step, line, lines, depth,
     PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales and shifts of a step's part, of some rows (`line`), in fp32: [N] or, as "halves", of each
-    number, [N, WIDTH]."""
+    """Return the scales and shifts of a step's part for the weight rows `line` [N], in fp32: [N], or [N, WIDTH] if
+    SCALES is "halves"."""
     PARTS: tl.constexpr = 16 // BITS
     if SCALES == "e2m1":
         word = tl.load(scales + step * lines + line)
@@ -206,8 +213,8 @@ def _load_scale(
 
 @triton.jit
 def _whole_part(codes, like, PART: tl.constexpr):
-    """Return a part's codes of 4 bits, plus `_base`, as numbers of the dtype of `like`, [N, WIDTH], exactly. So a pair
-    of numbers takes two instructions; scales multiply sums of a group."""
+    """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, [N, WIDTH]. Two of them
+    take two instructions. The caller scales the sums of a group."""
     if like.dtype == tl.bfloat16:
         text: tl.constexpr = _W0 if PART == 0 else _W1 if PART == 1 else _W2 if PART == 2 else _W3
         whole = tl.inline_asm_elementwise(text, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
@@ -250,7 +257,7 @@ def _expand_part(
         bits = (wide << (22 - 4 * PART) & 0x01C00000) | (wide << (28 - 4 * PART) & -0x80000000)
         numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
     else:
-        # The code as the mantissa's end of a number from `base` on, whose last bit is worth 1.
+        # base + code: the code is put at the place of the mantissa of `base` that is worth 1.
         place: tl.constexpr = 16 if BITS == 4 else 15
         base: tl.constexpr = 128.0 if BITS == 4 else 256.0
         one: tl.constexpr = 0x43000000 if BITS == 4 else 0x43800000
@@ -264,8 +271,8 @@ def _add_step(
     acc, other, codes, scales, step, line, lines, away, inputs, real, depth,
     BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, other) [N, M] with the products of a step's columns; `other` is of the rows `away` from acc's, if
-    TWO."""
+    """Return (acc, other) [N, M] with the products of a step's columns added. `other` is of the weight rows `away`
+    after acc's, if TWO; else it is unchanged."""
     PARTS: tl.constexpr = 16 // BITS
     COLUMNS: tl.constexpr = PARTS * WIDTH
     WHOLE: tl.constexpr = BITS == 4 and SCALES != "e2m1" and acc.shape[1] <= MAX_WHOLE
@@ -316,9 +323,9 @@ def _product(
     EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `fused_moe`'s kernel of experts; with EXPERTS 0 a linear layer, each of whose rows is a pair. Without `counts`
-    `pairs` are the experts of one token. `lines`: the weight's rows. UNROLL divides the steps of a row. With SPLITS a
-    program takes some of the steps: out [rows, SPLITS, size]."""
+    """Do the same as `fused_moe`'s kernel of experts. If EXPERTS is 0, this is a linear layer, each of whose rows is a
+    pair. Without `counts`, `pairs` has the experts of a single token. `lines`: the weight's rows. UNROLL divides the
+    steps of a row. With SPLITS a program takes some of the steps: out [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -373,7 +380,7 @@ def _expand(
     codes, scales, out, lines, first_line, end_line, depth,
     BLOCK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Store the numbers of BLOCK rows of a step, of the rows from `first_line` to `end_line`."""
+    """Store the numbers of BLOCK weight rows of a step. `out` has the rows from `first_line` to `end_line`."""
     PARTS: tl.constexpr = 16 // BITS
     step, k = tl.program_id(1), tl.arange(0, WIDTH)
     n = first_line + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -393,7 +400,7 @@ def _expand(
 def expand(
     weight: LowBitMatrix, dtype: torch.dtype, start: int = 0, stop: int | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """Return the numbers of a weight, [rows, columns], or of its rows from `start` to `stop`."""
+    """Return the numbers of a weight, [rows, columns], or of its rows from `start` to `stop`, in `dtype`."""
     stop = weight.rows if stop is None else min(stop, weight.rows)
     out = torch.empty(stop - start, weight.columns, dtype=dtype, device=weight.codes.device)
     _expand[(cdiv(stop - start, EXPANDED_ROWS), len(weight.codes))](
@@ -430,7 +437,7 @@ def low_bit_linear(
     splits = splits if kind is None and not deterministic else 1
     out = torch.empty(rows * splits, size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
     if rows:
-        _launch(x, weight, bias, out, out, None, rows, tile, kind, pdl, splits)
+        _launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
     return out if splits == 1 else sum_experts(out, splits, x.dtype, pdl)
 
 
@@ -460,8 +467,8 @@ def low_bit_moe(
     x: Tensor, routing: Routing, gate_up: LowBitMatrix, down: LowBitMatrix, activation: str,
     biases: tuple[Tensor | None, Tensor | None] = (None, None), *, deterministic: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As `fused_moe`, with stacked weights of experts: gate_up [experts * 2 * inner, hidden], down [experts * hidden,
-    inner]."""
+    """Do the same as `fused_moe` with weights in few bits: gate_up [experts * 2 * inner, hidden], down [experts *
+    hidden, inner]."""
     (tokens, hidden), top = x.shape, routing.expert_ids.shape[1]
     experts = down.rows // hidden
     assert routing.counts is not None or tokens == 1, "several tokens need lists"
@@ -471,18 +478,19 @@ def low_bit_moe(
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
         tile = choose_tile(cdiv(int(pairs * routing.share), experts), x, weight, kind is not None, deterministic)
-        _launch(source, weight, bias, routing.weights, target, routing, tokens, tile, kind, pdl, experts=experts)
+        _launch(source, weight, bias, target, routing, tokens, tile, kind, pdl, experts=experts)
     return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
 
 
 def _launch(
-    x: Tensor, weight: LowBitMatrix, bias: Tensor | None, shares: Tensor, out: Tensor, routing: Routing | None,
-    tokens: int, tile: ExpertTile, kind: str | None, pdl: bool, splits: int = 1, experts: int = 0,
+    x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing | None, tokens: int,
+    tile: ExpertTile, kind: str | None, pdl: bool, splits: int = 1, experts: int = 0,
 ) -> None:  # fmt: skip
-    counts = pairs = out  # of no use to a linear layer
-    top = 1 if routing is None else routing.expert_ids.shape[1]
+    """Launch `_product` for the experts of `routing` or, without it, for a linear layer."""
+    top, shares, counts, pairs = 1, out, out, out  # the kernel of a linear layer reads none of these tensors
     if routing is not None:
-        counts, pairs = routing.counts, routing.expert_ids if routing.pairs is None else routing.pairs
+        top, shares, counts = routing.expert_ids.shape[1], routing.weights, routing.counts
+        pairs = routing.expert_ids if routing.pairs is None else routing.pairs
     size, columns = out.shape[1], 16 // weight.bits * GPU_WIDTH
     steps, unroll = len(weight.codes), max(tile.depth // columns, 1)
     while steps % unroll:

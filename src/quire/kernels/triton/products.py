@@ -1,6 +1,9 @@
-"""Products of matrices for kernels whose sums go into states: numbers of 16 bits are multiplied without error, and a
-number in fp32 is the sum of two in 16 bits, with an error of 2^-16, or, beside another one, its products are sums of
-three in TF32, with an error of 2^-21."""
+"""Matrix products for kernels whose sums go into states.
+
+Two factors in 16 bits are multiplied without error. An fp32 factor is split in two of 16 bits (a relative error of
+2^-16) if the other factor has 16 bits. Two fp32 factors are multiplied by three products in TF32 (a relative error of
+2^-21).
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,23 @@ import triton
 import triton.language as tl
 
 FP32 = tl.constexpr("tf32x3")
-"""How numbers in fp32 are multiplied with one another. Products of other numbers are not affected."""
+"""The precision of a product of two fp32 factors; it has no effect on other products."""
+MIN_DOT = 16
+"""The least size of a dimension of a product."""
 
 
 @triton.jit
 def computed_once(x):
-    """Return the vector x. The compiler would compute a short vector again in each layout in which it is used, in some
-    of which a thread has half of it; what it does not repeat is a scan, here of one number each."""
+    """Return the vector x, computed once. The compiler computes a short vector again for each layout in which it is
+    used, and in some layouts a thread has half of the vector. It does not repeat a scan: here one over single
+    numbers."""
     return tl.reshape(tl.cumsum(x[:, None], axis=1), x.shape)
 
 
 @triton.jit
 def split(x, KIND: tl.constexpr):
-    """Return (x, fp32, cut off to a type of 16 bits, the rest rounded to it). Cut off in fp32, since two numbers are
-    converted by one instruction if only their converted values are used."""
+    """Return the fp32 x as two numbers of a 16-bit type: x truncated, and the rest rounded. x is truncated in fp32, so
+    that only the converted values are used: then one instruction converts two numbers."""
     MASK: tl.constexpr = -(1 << 16) if tl.bfloat16 == KIND else -(1 << 13)
     high = (x.to(tl.int32, bitcast=True) & MASK).to(tl.float32, bitcast=True)
     return high.to(KIND), (x - high).to(KIND)
@@ -29,7 +35,7 @@ def split(x, KIND: tl.constexpr):
 
 @triton.jit
 def dot(a, b):
-    """Return a b. One of them may be in fp32 and the other one in 16 bits."""
+    """Return a b, in fp32. Each factor is in fp32 or in 16 bits."""
     if a.dtype == b.dtype:
         product = tl.dot(a, b, input_precision=FP32)
     elif a.dtype == tl.float32:
@@ -43,8 +49,7 @@ def dot(a, b):
 
 @triton.jit
 def dot_split(a, b, KIND: tl.constexpr):
-    """Return a b of numbers in fp32, of which each is the sum of two of a type of 16 bits, or stays as it is if KIND is
-    fp32."""
+    """Return a b for fp32 factors: each is split in two of the 16-bit type KIND, or stays whole if KIND is fp32."""
     if tl.float32 == KIND:
         product = tl.dot(a, b, input_precision=FP32)
     else:

@@ -19,12 +19,10 @@ from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.mamba_scan import LOG2E, softplus
-from quire.kernels.triton.products import computed_once, dot
+from quire.kernels.triton.products import MIN_DOT, computed_once, dot
 
 RECURRENT_STATES, RECURRENT_WARPS = 1024, 2
 """States of a program of `_recurrent`, and its warps."""
-MIN_DOT = 16
-"""The least size of a matrix product."""
 CHUNK, BLOCK, CHUNK_STATES = 64, 64, 8192
 """Of `_chunked`: the most tokens of a chunk and channels of a program; and the most numbers of a chunk's B, for which
 there is room in shared memory."""

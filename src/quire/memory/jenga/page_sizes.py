@@ -20,8 +20,8 @@ LARGE_PAGE_POOL_DIVISOR = 512
 
 
 class LayerType(NamedTuple):
-    """A type of layers, with the bytes of one of its pages. A padded page is a multiple of `page_multiple` bytes, and
-    has at most `max_padding`, a fraction of the page."""
+    """A type of layers, with the bytes of one of its pages. A padded page is a multiple of `page_multiple` bytes. Its
+    padding is at most `max_padding` times `page_bytes`."""
 
     name: str
     page_bytes: int

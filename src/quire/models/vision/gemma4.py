@@ -1,7 +1,7 @@
 """Gemma-4's vision encoder (Google, 2026): a tower over the patches of an image of any shape, whose attention rotates
 queries and keys by both coordinates; features averaged in squares of patches; and a linear layer.
 
-Rows replace embeddings after these have been scaled: the text model's factor doesn't apply to them.
+The text model scales its token embeddings before image embeddings replace some of them, so these are not scaled.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ CONNECTOR_NAMES: WeightNames = {"projector": "embed_vision.embedding_projection"
 
 
 class ClippedLinear(nn.Module):
-    """x -> clip(clip(x) weight^T): `bounds` are the least and the greatest input, and those of the output. Without
-    `clipped` a product alone."""
+    """x -> clip(clip(x) weight^T). `bounds` are the least and the greatest input, and the least and the greatest
+    output. If not `clipped`, x -> x weight^T."""
 
     __call__: Callable[..., Tensor]
 
@@ -84,14 +84,14 @@ class Gemma4VisionLayer(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first half of each head in x [patches, heads, head_dim] by the patch's column, the other half by its
-    line. Each half is rotated as a whole head is by positions in a text."""
+    """Rotate the first half of each head in x [patches, heads, head_dim] by the patch's column, and the other half by
+    its line. Each half is rotated like a whole head of a text model."""
     first, second = x.unflatten(-1, (2, 2, -1)).unbind(-2)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2).flatten(-3)
 
 
 class Gemma4Tower(nn.Module):
-    """An image's tiles, each a square of patches, to their features."""
+    """The tower: from an image's tiles, each a square of patches, to a feature vector for each tile."""
 
     __call__: Callable[..., Tensor]
 
@@ -115,7 +115,7 @@ class Gemma4Tower(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         pooled = x.view(len(tiles), side * side, -1).float().mean(1).to(x.dtype)
-        scaled = pooled.float().mul_(self.s.hidden**0.5)  # may be beyond float16
+        scaled = pooled.float().mul_(self.s.hidden**0.5)  # float16 may be too small for it
         if self.std_bias is not None and self.std_scale is not None:
             scaled.sub_(self.std_bias.float()).mul_(self.std_scale.float())
         return scaled.to(x.dtype)
@@ -137,7 +137,7 @@ class Gemma4Tower(nn.Module):
 
 
 class Gemma4Vision(VisionEncoder):
-    """A tile has one row. The tiles of an image are one part: their patches attend to one another."""
+    """Encodes a tile as one row. The tiles of an image are one part: their patches attend to one another."""
 
     encodes_whole_image = True
     weight_prefixes = ("model.vision_tower.", "vision_tower.", "model.")

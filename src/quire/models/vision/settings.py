@@ -340,7 +340,7 @@ def _gemma3(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
 
 
 def _gemma4(fields: ConfigReader, preprocessor: ConfigReader) -> dict[str, Any]:
-    """The tower's own code maps a byte's 0 to 1 to -1 to 1; preprocessor_config.json normalises nothing."""
+    """Pixels are normalised to -1 to 1 by the published tower's code, so preprocessor_config.json must not do so."""
     for name, value in (("do_rescale", True), ("do_normalize", False)):
         preprocessor.require_value(name, value)
     vision = ConfigReader(fields.get_object("vision_config"), f"vision_config of {fields.source}")

@@ -163,9 +163,9 @@ def read_tower(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4TowerSettings(TowerSettings):
-    """A tile is a square of patches that become one row; an image has `max_tiles` of them at most, and a patch a
-    position below `positions` on either axis. With `clipped` the inputs and outputs of products have bounds; with
-    `standardized` the features are shifted and scaled."""
+    """A tile is a square of patches that become one row. An image has at most `max_tiles` tiles; a patch's column and
+    line are below `positions`. With `clipped` the inputs and outputs of products have bounds; with `standardized` the
+    features are shifted and scaled."""
 
     head_dim: int
     rope_theta: float
@@ -203,7 +203,7 @@ class Gemma4TowerSettings(TowerSettings):
 
 
 def read_gemma4_tower(fields: ConfigReader, max_rows: int) -> Gemma4TowerSettings:
-    """Read Gemma-4's tower; an image has `max_rows` rows at most. Raise StartupError for a value that is missing, wrong
+    """Read Gemma-4's tower; an image has at most `max_rows` rows. Raise StartupError for a value that is missing, wrong
     or not supported."""
     usual = DEFAULTS[GEMMA4]
     sizes = {name: fields.get_int(name, value) for name, value in usual.items() if type(value) is int}
