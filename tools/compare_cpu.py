@@ -246,7 +246,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
         for at, one in enumerate(good):
             axes.bar(at, one["medians"][name], color=COLOURS[engines.index(one["engine"])], width=0.7)
             axes.plot([at] * len(one["numbers"][name]), one["numbers"][name], "k.", markersize=4)
-        axes.set_xticks(range(len(good)), ["\n".join([one["engine"], *_what(one).split()]) for one in good], fontsize=7)
+        axes.set_xticks(range(len(good)), ["\n".join([one["engine"], *_what(one).split()]) for one in good], fontsize=6)
         axes.set_title(SAYS[name], fontsize=8)
         axes.set_ylim(bottom=0)
     save(drawn, path)
