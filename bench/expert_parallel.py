@@ -80,6 +80,7 @@ def measure(
     """Return the mean microseconds of some steps: by columns, and by experts those of the slowest rank. `busiest`: the
     number of that rank's pairs beside an equal share. All ranks' experts have the same weights."""
     generator, count = torch.Generator().manual_seed(0), by_experts.experts
+    assert count % ranks == 0, f"{ranks} ranks have unequal numbers of {count} experts"
     x = torch.randn(tokens, hidden, generator=generator).to(device, torch.bfloat16)
     popular = skew * torch.randn(STEPS, 1, count, generator=generator)
     logits = (torch.randn(STEPS, tokens, count, generator=generator) + popular).to(device, torch.bfloat16)

@@ -14,7 +14,7 @@ from quire.protocol.parallel_layout import Shard
 @pytest.mark.skipif(library() is None, reason="the kernels for CPUs aren't built")
 @pytest.mark.parametrize("skew", [0.0, 9.0])
 def test_ranks_that_are_not_equally_busy(skew: float) -> None:
-    config, device = ExpertsConfig(count=9, per_token=2, intermediate=64), torch.device("cpu")
+    config, device = ExpertsConfig(count=10, per_token=2, intermediate=64), torch.device("cpu")
     by_columns, by_experts = (
         make_layer(64, config, "silu", Shard(0, 2, 0, 1, whole), device) for whole in (False, True)
     )
