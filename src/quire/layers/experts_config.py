@@ -16,8 +16,8 @@ class ExpertsConfig:
     """A layer has `count` gated MLPs, experts, of `intermediate` columns each (`intermediate_key`: their key in
     config.json, for errors). A token uses the `per_token` most probable ones, weighted by their probabilities, which
     are divided by their sum if `renormalize`. If there are `shared_intermediate` columns (`shared_key` in
-    config.json), each token also uses a shared expert with so many, weighted by the sigmoid of a product of its own
-    if `shared_gated`. With `biases` the router and all products of the experts have biases. With `scaled` the weight
+    config.json), each token also uses a shared expert of that size. If `shared_gated`, the sigmoid of a linear layer
+    weights its output. With `biases` the router and all products of the experts have biases. With `scaled` the weight
     of each expert is multiplied by a number of the checkpoint. `local_count`: the number of experts whose weights
     a rank has (None: all)."""
 
