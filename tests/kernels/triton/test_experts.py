@@ -20,13 +20,13 @@ from torch import Tensor
 from quire.kernels.triton import fused_moe as experts
 from quire.kernels.triton.fused_moe import (
     ONE_TILE,
-    TILES,
     choose_tile,
     fused_moe,
     list_pairs,
     route,
 )
 from quire.kernels.triton.linear import E4M3
+from quire.kernels.triton.tiles import card_table
 from quire.layers.experts_config import ExpertsConfig
 from quire.layers.moe import SparseMLP
 from quire.protocol.parallel_layout import ParallelLayout
@@ -280,9 +280,10 @@ def test_rows_do_not_know_each_other(kind: str, dtype: torch.dtype) -> None:
 def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """By pairs, and with no more stages than there is room for."""
     weight = torch.zeros(16, 1, 1, dtype=torch.bfloat16)
-    for gated in (True, False):
-        sizes = [choose_tile(16 * pairs, weight, weight, gated) for pairs in (*list(TILES)[:-1], 999)]
-        assert sizes == [tiles[0 if gated else 1] for tiles in TILES.values()]
+    for gated, shape in ((True, "gated"), (False, "plain")):
+        tiles = card_table(weight.device).tiles[f"experts/half/{shape}"]
+        sizes = [choose_tile(16 * pairs, weight, weight, gated) for pairs in (*list(tiles)[:-1], 999)]
+        assert sizes == list(tiles.values())
     kept = {choose_tile(pairs, weight, weight, True, deterministic=True) for pairs in (2, 5000)}
     assert kept == {ONE_TILE}
     assert choose_tile(99, weight.float(), weight.float(), True)._replace(stages=ONE_TILE.stages) == ONE_TILE
@@ -290,7 +291,7 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for pairs, gated in product((2, 257, 1025, 9999), (True, False)):
         tile = choose_tile(pairs, weight, weight, gated)
         assert 2 <= tile.stages <= 4
-        assert ((1 + gated) * tile.columns + tile.pairs) * tile.depth * 2 * tile.stages <= 101_376
+        assert ((1 + gated) * tile.columns + tile.rows) * tile.depth * 2 * tile.stages <= 101_376
 
 
 def test_tiles_of_groups_hold_whole_ones() -> None:

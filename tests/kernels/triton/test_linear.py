@@ -16,14 +16,8 @@ from quire.kernels.limits import MAX_SCORED_POSITIONS
 from quire.kernels.triton import fp8_linear
 from quire.kernels.triton import linear as kernels
 from quire.kernels.triton.linear import E4M3, MAX_ROWS, batch_invariant_linear, gated_linear, linear, supports
-from quire.kernels.triton.linear_tiles import (
-    SCALE_GROUP,
-    TILES_FP8,
-    LinearTile,
-    few_rows_tile,
-    fp8_rows_tile,
-    grouped_tile,
-)
+from quire.kernels.triton.linear_tiles import SCALE_GROUP, few_rows_tile, fp8_rows_tile, grouped_tile
+from quire.kernels.triton.tiles import Tile
 from quire.layers import mlp
 from quire.weights.fp8 import dequantize as product
 from quire.weights.fp8 import expand_scales, quantize
@@ -113,7 +107,7 @@ def test_every_kind_of_tile(
     tile: tuple[int, ...], early: int, depth: int, dtype: torch.dtype, pdl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles loaded early are the whole depth, or a part of it, or more than it has."""
-    monkeypatch.setattr(kernels, "few_rows_tile", lambda rows, size, depth, fp8=False: LinearTile(*tile, early))
+    monkeypatch.setattr(kernels, "_few_rows_tile", lambda rows, weight: Tile(*tile, early))
     x, bias = random(max(tile[0] - 1, 1), depth, dtype=dtype) * 0.2, random(74, dtype=dtype, seed=2)
     for weight in every_kind(74, depth, dtype):
         weight.check(x * weight.small, bias, pdl=pdl)
@@ -199,12 +193,12 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
 def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
     """By the rehearsal at start: whatever the tokens of a step, and whatever the rows that have logits."""
 
-    def tiles(rows: int, size: int) -> set[LinearTile]:
-        few = {kernels.few_rows_tile(r, size, 4096) for r in (rows, max(rows, 2)) if rows <= MAX_ROWS}
-        few |= {fp8_rows_tile(rows, size, 4096, False)} if 1 < rows <= fp8_linear.MAX_ROWS else set()
+    def tiles(rows: int, size: int) -> set[Tile]:
+        few = {few_rows_tile(DEVICE, r, size, 4096) for r in (rows, max(rows, 2)) if rows <= MAX_ROWS}
+        few |= {fp8_rows_tile(DEVICE, rows, size, 4096, False)} if 1 < rows <= fp8_linear.MAX_ROWS else set()
         return few | {kernels.any_rows_tile(rows, size, torch.bfloat16, bulk) for bulk in (False, rows > 64)}
 
-    def of_all(numbers: Iterable[int], size: int) -> set[LinearTile]:
+    def of_all(numbers: Iterable[int], size: int) -> set[Tile]:
         return set.union(*(tiles(n, size) for n in numbers))
 
     plans = list(_warmup_plans(tokens, 4096, slots))
@@ -222,17 +216,16 @@ def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
 )  # fmt: skip
 def test_few_rows_of_larger_weights_have_the_tiles_of_more(size: int, depth: int, rows: int) -> None:
     """Llama-3-8B's have those that were measured with them; so do the head and what is deep of Llama-3-70B's."""
-    assert {kernels.few_rows_tile(few, size, depth).rows for few in (2, 5, 8)} == {rows}
-    assert kernels.few_rows_tile(1, size, depth).rows == 0
-    assert kernels.few_rows_tile(9, size, depth).rows == 16
+    assert {few_rows_tile(DEVICE, few, size, depth).rows for few in (2, 5, 8)} == {rows}
+    assert few_rows_tile(DEVICE, 1, size, depth).rows == 0
+    assert few_rows_tile(DEVICE, 9, size, depth).rows == 16
 
 
 def test_tiles_of_groups_hold_whole_ones() -> None:
     """Every step of the sum has one scale a row, also where a part of the weight is loaded early."""
-    for rows, shapes in TILES_FP8.items():
-        for tile in shapes.values():
-            for depth in (16, 144, 4096):
-                found = grouped_tile(tile, depth)
-                assert (found.depth, found.rows) == (SCALE_GROUP, tile.rows)
-                assert not found.prefetch or depth % SCALE_GROUP == 0
-        assert few_rows_tile(rows, 100_000, 4096, fp8=True) == shapes["tall"]
+    for rows, (size, depth) in ((1, (4096, 4096)), (1, (4096, 14336)), (2, (4096, 4096)), (32, (100_000, 4096))):
+        tile = few_rows_tile(DEVICE, rows, size, depth, fp8=True)
+        for deep in (16, 144, 4096):
+            found = grouped_tile(tile, deep)
+            assert (found.depth, found.rows) == (SCALE_GROUP, tile.rows)
+            assert not found.prefetch or deep % SCALE_GROUP == 0

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from quire.kernels.triton import fp8_linear
 from quire.kernels.triton.linear import E4M3, MIN_SHARED_MEMORY
-from quire.kernels.triton.linear_tiles import SCALE_GROUP, TILES_ROUNDED, LinearTile, fp8_rows_tile
+from quire.kernels.triton.linear_tiles import SCALE_GROUP, fp8_rows_tile
+from quire.kernels.triton.tiles import ENTRIES, Tile
 from quire.layers import mlp
 from quire.weights.fp8 import quantize
 
@@ -61,8 +62,8 @@ def test_every_kind_of_rounded_tile(
 ) -> None:
     """Either side may be the wide one; gated or not."""
 
-    def chosen(rows: int, size: int, depth: int, groups: bool) -> LinearTile:
-        found = LinearTile(*tile, early)
+    def chosen(device: torch.device, rows: int, size: int, depth: int, groups: bool) -> Tile:
+        found = Tile(*tile, early)
         return (
             found._replace(depth=SCALE_GROUP, prefetch=min(early, 1) if depth % SCALE_GROUP == 0 else 0)
             if groups
@@ -156,18 +157,17 @@ def test_many_rows(rows: int, shape: tuple[int, int], dtype: torch.dtype, groups
 
 def test_tiles_of_rounded_rows() -> None:
     """Whole groups a step, both sides wide enough for a group of warps, and no more stages than there is room for."""
-    for rows, shapes in TILES_ROUNDED.items():
-        for size, shape in ((100_000, "tall"), (6144, "middle"), (4096, "square")):
-            assert fp8_rows_tile(rows, size, 4096, False) == shapes[shape]
-        assert fp8_rows_tile(rows, 4096, 14336, False) == shapes["deep"]
-        for tile in shapes.values():
+    most_rows = ENTRIES["linear/rounded/deep"]
+    for rows in most_rows:
+        for size, depth in ((100_000, 4096), (6144, 4096), (4096, 4096), (4096, 14336)):
+            tile = fp8_rows_tile(DEVICE, rows, size, depth, False)
             assert tile.warps % 4 == 0
             assert tile.rows >= (64 if tile.columns < 64 else max(rows, 16))
             assert (tile.rows + tile.columns) * tile.depth * tile.stages <= MIN_SHARED_MEMORY
         for depth in (16, 144, 4096):
-            found = fp8_rows_tile(rows, 4096, depth, True)
+            found = fp8_rows_tile(DEVICE, rows, 4096, depth, True)
             assert found.depth == SCALE_GROUP
             assert not found.prefetch or depth % SCALE_GROUP == 0
             assert (found.rows + found.columns) * found.depth * found.stages <= MIN_SHARED_MEMORY
-            assert fp8_rows_tile(rows, 4096, depth, False).depth % 32 == 0
-    assert max(TILES_ROUNDED) == fp8_linear.MAX_ROWS
+            assert fp8_rows_tile(DEVICE, rows, 4096, depth, False).depth % 32 == 0
+    assert max(most_rows) == fp8_linear.MAX_ROWS

@@ -322,13 +322,13 @@ def test_programs_fit_the_shared_memory_of_smaller_gpus(room: int, monkeypatch: 
     monkeypatch.setattr(attention, "shared_memory", lambda device: room)
     for group, dim, programs in product((1, 4, 16, 64), (64, 128, 256), (1, 4, 2000)):
         padded = attention._padded_tile(group, dim)
-        block, _, stages = attention._tile_config(*padded, 2, programs, DEVICE)
-        assert attention.program_bytes(*padded, 2, block, stages) <= room
-        assert stages >= 3 or room == 101_376
+        tile = attention.choose_tile(*padded, 2, programs, DEVICE)
+        assert attention.program_bytes(*padded, 2, tile.columns, tile.stages) <= room
+        assert tile.stages >= 3 or room == 101_376
     for group in (1, 8, 16):
         padded = attention._padded_tile(group, 512)
-        block, _, stages = attention._tile_config(*padded, 2, 4, DEVICE)
-        assert attention.program_bytes(*padded, 2, block, stages) <= room
+        tile = attention.choose_tile(*padded, 2, 4, DEVICE)
+        assert attention.program_bytes(*padded, 2, tile.columns, tile.stages) <= room
     # What the compiler gave these for Hopper, in bytes.
     assert attention.program_bytes(16, 128, 2, 64, 4) == 104_448
     assert attention.program_bytes(64, 256, 2, 32, 4) == 135_168

@@ -24,9 +24,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
+from quire.kernels.triton.tiles import Tile, card_tile
 
 MAX_SPLITS = 32
-STAGES_BY_RESIDENCY = {2: 4, 3: 3}  # programs of a multiprocessor -> pipeline stages for which it has shared memory
+RESIDENCIES = (2, 3)  # programs that a multiprocessor runs at once
 SLOT_WINDOW = tl.constexpr(32)  # slots that a program reads to find its tile
 MAX_SHARED_ROWS = 16
 MIN_SCORE = tl.constexpr(-1.0e30)  # below every score but finite: a difference of two is 0, where -inf would give NaN
@@ -56,7 +57,7 @@ def choose_splits(batch: int, kv_heads: int, multiprocessors: int) -> int:
     best, most = 1, 0.0
     for doublings in range(MAX_SPLITS.bit_length()):
         programs = max(1, batch * kv_heads) << doublings
-        worth = 0.9**doublings * max(wave_occupancy(programs, multiprocessors * n) for n in STAGES_BY_RESIDENCY)
+        worth = 0.9**doublings * max(wave_occupancy(programs, multiprocessors * n) for n in RESIDENCIES)
         if worth > most:
             best, most = 1 << doublings, worth
     return best
@@ -76,8 +77,8 @@ def representative_batches(most: int, cache: LayerCache, device: torch.device, s
     for batch in range(1, most + 1):
         tiles = cdiv(batch, shared_rows)
         splits = choose_splits(tiles, cache.kv_heads, multiprocessors(device))
-        shape = _tile_config(*padded, cache.dtype.itemsize, tiles * cache.kv_heads * splits, device)
-        batches.setdefault((splits, *shape), batch)
+        tile = choose_tile(*padded, cache.dtype.itemsize, tiles * cache.kv_heads * splits, device)
+        batches.setdefault((splits, *tile), batch)
     return list(batches.values())
 
 
@@ -333,7 +334,7 @@ def layout_constants(cache: LayerCache) -> dict[str, object]:
 def decode(
     q: Tensor, cache: LayerCache, tables: Tensor, slots: Tensor, lengths: Tensor, out: Tensor | None = None, *,
     splits: int, pdl: bool = False, scratch: SplitScratch | None = None, rows: Tensor | None = None,
-    shared_rows: int = 1,
+    shared_rows: int = 1, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention of one query a row: q [B, heads, dim], with any strides of rows and heads, -> out [B, heads,
     dim].
@@ -342,7 +343,8 @@ def decode(
     includes the token of this step, which must be in its page. Slot 0 or length 0 is padding, whose output is zeros.
     With `rows` int64 [B], sequence i's query and output are row rows[i] of q and out instead of row i; rows[i] = -1 is
     padding without query and output. Of up to `shared_rows` adjacent rows of one slot, keys and values are read once.
-    With splits=1 a row's result does not depend on the other rows. Does not synchronize with the device.
+    With splits=1 a row's result does not depend on the other rows. `tile`: another one than the card's. Does not
+    synchronize with the device.
     """
     heads, dim = q.shape[1:]
     batch, kv_heads = slots.shape[0], cache.kv_heads
@@ -355,19 +357,19 @@ def decode(
         assert splits == 1 or scratch.sums.numel() >= batch * heads * splits * dim, "scratch is too small"
     queries, dim_pad = _padded_tile(shared_rows * group, dim)
     programs = cdiv(batch, shared_rows) * kv_heads * splits  # that work, if rows fill their tiles
-    block, warps, stages = _tile_config(queries, dim_pad, q.element_size(), programs, q.device)
+    tile = tile or choose_tile(queries, dim_pad, q.element_size(), programs, q.device)
     parts = [x.view(torch.float32) for x in scratch]
     indices = slots if rows is None else rows
     shared = {
         "KV_HEADS": kv_heads, "GROUP": group, "SHARED": shared_rows, "DIM": dim, "DIM_PAD": dim_pad,
-        "WINDOW": cache.window, "CHUNK": cache.chunk, "BLOCK": block, "SPLITS": splits, "INDEXED": rows is not None,
-        "PDL": pdl, "launch_pdl": pdl,
+        "WINDOW": cache.window, "CHUNK": cache.chunk, "BLOCK": tile.columns, "SPLITS": splits,
+        "INDEXED": rows is not None, "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
         q, cache.keys, cache.values, tables, slots, lengths, indices, cache.sinks, out, *parts, q.stride(0),
         q.stride(1), out.stride(0), tables.stride(0), cache.page_stride_units,
         *softmax_factors(cache.scale, cache.softcap), QUERIES=queries, CAPPED=cache.softcap is not None,
-        num_warps=warps, num_stages=stages, **layout_constants(cache), **shared,
+        num_warps=tile.warps, num_stages=tile.stages, **layout_constants(cache), **shared,
     )  # fmt: skip
     if splits > 1:
         _join[(group, kv_heads, batch)](
@@ -381,31 +383,26 @@ def _padded_tile(queries: int, dim: int) -> tuple[int, int]:
     return max(16, power_of_2(queries)), max(16, power_of_2(dim))
 
 
-def _tile_config(
-    queries: int, dim_pad: int, itemsize: int, programs: int, device: torch.device
-) -> tuple[int, int, int]:
-    """Return (tokens of a tile, warps, stages of the pipeline).
+def choose_tile(queries: int, dim_pad: int, itemsize: int, programs: int, device: torch.device) -> Tile:
+    """Return the tile of `programs` programs of this many queries.
 
     Two warps hide latencies as well as four, and reduce less among each other. There are as many stages as leave shared
     memory for all programs at once, or for the most programs. Many waves are of short programs, whose start is hidden
     best by many others: small tiles of one warp. (H200, between large products, which slow its clock: 256 rows of 250
-    and 650 tokens 63 and 149 us; with two warps and 3 stages 63 and 154, with 4 stages 74 and 165.) Stages are reduced
+    and 650 tokens 63 and 149 us; with two warps and 3 stages 63 and 154, with 4 stages 74 and 165. Heads of 256: 133
+    rows of 300 and 500 tokens 3.92 and 4.02 TB/s; with the tile of the smaller ones 3.58 and 3.93.) Stages are reduced
     until a program fits in the device's shared memory."""
-    count = multiprocessors(device)
     if itemsize == 4:
-        block, warps, stages = 32, 4, 2
-    elif dim_pad == 128 and programs > 3 * max(STAGES_BY_RESIDENCY) * count:
-        block, warps, stages = 32, 1, 4
-    elif dim_pad == 256:  # 133 rows of 300 and 500 tokens: 3.92 and 4.02 TB/s; by the last case 3.58 and 3.93
-        block, warps, stages = 16, 1, 3
+        tile = Tile(0, 32, 0, 2, 4)
     elif dim_pad > 256:  # Gemma 4
-        block, warps, stages = 16, max(2, queries * dim_pad // 4096), 3
+        tile = Tile(0, 16, 0, 3, max(2, queries * dim_pad // 4096))
     else:
-        most = next((n for n in sorted(STAGES_BY_RESIDENCY) if programs <= count * n), max(STAGES_BY_RESIDENCY))
-        block, warps, stages = min(max(8192 // dim_pad, 32), 128), 2, STAGES_BY_RESIDENCY[most]
-    while stages > 1 and program_bytes(queries, dim_pad, itemsize, block, stages) > shared_memory(device):
-        stages -= 1
-    return block, warps, stages
+        tile = card_tile(device, f"decode/half/{max(dim_pad, 64)}", cdiv(programs, multiprocessors(device)))
+    while tile.stages > 1 and program_bytes(queries, dim_pad, itemsize, tile.columns, tile.stages) > shared_memory(
+        device
+    ):
+        tile = tile._replace(stages=tile.stages - 1)
+    return tile
 
 
 def program_bytes(queries: int, dim_pad: int, itemsize: int, block: int, stages: int) -> int:

@@ -17,6 +17,7 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2
 from quire.kernels.triton.linear import E4M3, _scales, _weight_rows, batch_invariant_linear
 from quire.kernels.triton.linear_tiles import fp8_rows_tile
+from quire.kernels.triton.tiles import Tile
 
 MAX_ROWS = 64
 E4M3_MAX = tl.constexpr(448.0)  # the largest number in e4m3
@@ -60,10 +61,10 @@ def gated_fp8_linear(x: Tensor, weight: Tensor, activation: str, scale: Tensor, 
 
 def scaled_matmul(
     x: Tensor, by: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, dtype: torch.dtype,
-    activation: str | None = None, *, pdl: bool = False,
+    activation: str | None = None, *, pdl: bool = False, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the product [M, N] in `dtype`, rounded once, of rows x [M, K] in e4m3 with scales `by` [M], and weight,
-    bias and scale as above; with an activation [M, N / 2]. 1 <= M <= MAX_ROWS.
+    bias and scale as above; with an activation [M, N / 2]. 1 <= M <= MAX_ROWS. `tile`: another one than the card's.
 
     Tensor cores add the products of a group of numbers, or of a whole row, with less precision than fp32, as in cuBLAS.
     """
@@ -74,7 +75,7 @@ def scaled_matmul(
     assert x.is_contiguous(), "rows must be dense"
     assert by.shape == (rows,), "a scale a row"
     group = linear_kernels._check_operands(x, weight, scale)
-    tile = fp8_rows_tile(rows, size, depth, group > 0)
+    tile = tile or fp8_rows_tile(x.device, rows, size, depth, group > 0)
     kind = None if activation is None else ACTIVATIONS[activation]
     size = size if kind is None else size // 2
     out = torch.empty(rows, size, dtype=dtype, device=x.device)

@@ -11,7 +11,6 @@ Weights may be in FP8 (e4m3), as in `linear`: they are converted in registers, a
 
 from __future__ import annotations
 
-import sys
 from typing import NamedTuple
 
 import torch
@@ -23,32 +22,13 @@ from quire.kernels.triton.activation import ACTIVATIONS, activate_gated
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.linear import E4M3, _weight_rows
-from quire.kernels.triton.linear_tiles import SCALE_GROUP, LinearTile, few_rows_tile, grouped_tile
+from quire.kernels.triton.linear_tiles import SCALE_GROUP, few_rows_tile, grouped_tile
+from quire.kernels.triton.tiles import Tile, card_tile
 
-
-class ExpertTile(NamedTuple):
-    """The tile of one program, and its launch options."""
-
-    pairs: int
-    columns: int  # of the result
-    depth: int  # of the dot products
-    stages: int
-    warps: int
-
-
-# By the most pairs of an expert, on average: the tiles of gate and up, which have two weights, and of down. Measured on
-# one H200 in bf16 with the experts of Qwen3-30B-A3B and GPT-OSS-20B.
-TILES = {
-    8: (ExpertTile(16, 32, 128, 4, 2), ExpertTile(16, 64, 128, 3, 4)),
-    16: (ExpertTile(32, 64, 64, 4, 4), ExpertTile(32, 64, 64, 4, 4)),
-    32: (ExpertTile(64, 64, 64, 4, 4), ExpertTile(64, 128, 64, 4, 8)),
-    128: (ExpertTile(128, 128, 64, 4, 8), ExpertTile(64, 128, 64, 4, 8)),
-    sys.maxsize: (ExpertTile(128, 128, 64, 4, 8), ExpertTile(256, 128, 64, 4, 8)),
-}
 NARROW_DEPTH = 4096
-"""Below it one token has a tile of its own, measured with the same experts, not that of a linear layer."""
-ONE_TILE = ExpertTile(32, 64, 128, 4, 4)
-"""The tile for any number of pairs."""
+"""Below it one token has a tile of its own, not that of a linear layer."""
+ONE_TILE = Tile(32, 64, 128, 4, 4)
+"""The tile for any number of pairs, the same on every card."""
 MAX_EXACT_PAIRS = 4096
 """The most pairs whose outputs stay in fp32 until they are summed. Those of more, in prompts, are rounded to x's dtype,
 as they take much of a layer's time to write and read."""
@@ -353,17 +333,26 @@ def fused_moe(
     parts = x.new_empty(pairs, hidden, dtype=torch.float32 if exact else x.dtype)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias, scale, group in zip(products, biases, scales, groups):
-        size = weight.shape[1] if kind is None else weight.shape[1] // 2
         tile = choose_tile(int(pairs * routing.share), source, weight, kind is not None, group, deterministic)
-        tiles = min(pairs, pairs // tile.pairs + experts)
-        _experts[(tiles * cdiv(size, tile.columns),)](
-            source, weight, bias, target if scale is None else scale, routing.weights, target, routing.counts,
-            routing.pairs, tokens, tiles, source.stride(0), size, weight.shape[2],
-            EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
-            BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind, PDL=pdl, num_warps=tile.warps,
-            num_stages=tile.stages, launch_pdl=pdl,
-        )  # fmt: skip
+        multiply_experts(source, weight, bias, scale, target, routing, tile, kind, group, pdl)
     return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
+
+
+def multiply_experts(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, out: Tensor, routing: Routing, tile: Tile,
+    kind: str | None, group: int, pdl: bool,
+) -> None:  # fmt: skip
+    """Launch `_experts`: store the products of all pairs to `out` [pairs, size]. x is [T, depth] with a `kind`, else
+    [pairs, depth]. `group`: numbers of a row that share a scale."""
+    (pairs, size), experts, top = out.shape, len(weight), routing.expert_ids.shape[1]
+    tiles = min(pairs, pairs // tile.rows + experts)
+    _experts[(tiles * cdiv(size, tile.columns),)](
+        x, weight, bias, out if scale is None else scale, routing.weights, out, routing.counts, routing.pairs,
+        pairs // top, tiles, x.stride(0), size, weight.shape[2],
+        EXPERTS=experts, PADDED=power_of_2(experts), TOP=top, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
+        BLOCK_K=tile.depth, SIDE=GROUP_TILES, GROUP=group, KIND=kind, PDL=pdl, num_warps=tile.warps,
+        num_stages=tile.stages, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def sum_experts(parts: Tensor, top: int, dtype: torch.dtype, pdl: bool, own_ids: Tensor | None = None) -> Tensor:
@@ -383,42 +372,48 @@ def sum_experts(parts: Tensor, top: int, dtype: torch.dtype, pdl: bool, own_ids:
 def fused_moe_one_token(
     x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, activation: str,
     scales: tuple[Tensor | None, Tensor | None], biases: tuple[Tensor | None, Tensor | None],
-    groups: tuple[int, int], pdl: bool,
+    groups: tuple[int, int], pdl: bool, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the same as `fused_moe` for a single token; `groups`: numbers of a row that share a scale."""
+    """Return the same as `fused_moe` for a single token; `groups`: numbers of a row that share a scale; `tile`: another
+    one than the card's."""
     (experts, hidden, inner), top = down.shape, routing.expert_ids.shape[1]
     between, out = x.new_empty(top, inner), x.new_empty(1, hidden)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, out, None))
     for (source, weight, target, kind), bias, scale, group in zip(products, biases, scales, groups):
         size, depth = target.shape[1], weight.shape[2]
-        weight_rows = size if kind is None else top * 2 * size
-        tile = few_rows_tile(1, weight_rows, depth, fp8=scale is not None)
-        if depth < NARROW_DEPTH:
-            tile = LinearTile(0, 8, 1024 if depth <= 2048 else 512, 3, 4)
-        if group > 0:
-            tile = grouped_tile(tile, depth)
-        options = {"num_warps": tile.warps, "launch_pdl": pdl}
-        programs = cdiv(size, tile.columns) if kind is None else top * cdiv(size, tile.columns // 2)
+        one = tile or one_token_tile(x.device, size if kind is None else top * 2 * size, depth, group)
+        options = {"num_warps": one.warps, "launch_pdl": pdl}
+        programs = cdiv(size, one.columns) if kind is None else top * cdiv(size, one.columns // 2)
         _one_token[(programs,)](
             source, weight, bias, target if scale is None else scale, routing.weights, target, routing.expert_ids,
             size, depth,
-            EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, BLOCK_K=tile.depth, EVEN=depth % tile.depth == 0,
-            STAGES=tile.stages, GROUP=group, KIND=kind, DIVIDED=routing.share < 1, PDL=pdl, **options,
+            EXPERTS=experts, TOP=top, BLOCK_N=one.columns, BLOCK_K=one.depth, EVEN=depth % one.depth == 0,
+            STAGES=one.stages, GROUP=group, KIND=kind, DIVIDED=routing.share < 1, PDL=pdl, **options,
         )  # fmt: skip
     return out
 
 
+def one_token_tile(device: torch.device, weight_rows: int, depth: int, group: int) -> Tile:
+    """Return the tile of one token for this many weight rows of its experts; `group` as for `multiply_experts`."""
+    if depth < NARROW_DEPTH:
+        tile = card_tile(device, "experts/one_token/narrow", depth)
+    else:
+        tile = few_rows_tile(device, 1, weight_rows, depth, fp8=group >= 0)
+    return grouped_tile(tile, depth) if group > 0 else tile
+
+
 def choose_tile(
     pairs: int, x: Tensor, weight: Tensor, gated: bool, group: int = -1, deterministic: bool = False
-) -> ExpertTile:
+) -> Tile:
     """Return the tile for `pairs` pairs and a weight [experts, rows, depth], gate's and up's if `gated`; if
     `deterministic`, or in fp32, the same for any number. It has as many stages as fit in shared memory, and is at most
     as deep as a `group` of numbers that share a scale, if any."""
-    most = next(most for most in TILES if pairs <= most * len(weight))
-    tile = ONE_TILE if deterministic or x.dtype == torch.float32 else TILES[most][0 if gated else 1]
+    one = deterministic or x.dtype == torch.float32
+    entry = f"experts/half/{'gated' if gated else 'plain'}"
+    tile = ONE_TILE if one else card_tile(x.device, entry, cdiv(pairs, len(weight)))
     tile = tile._replace(depth=min(tile.depth, group if group > 0 else tile.depth))
     weights = (2 if gated else 1) * tile.columns * weight.element_size()
-    stage = (weights + tile.pairs * x.element_size()) * tile.depth
+    stage = (weights + tile.rows * x.element_size()) * tile.depth
     return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
 
 

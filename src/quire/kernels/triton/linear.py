@@ -23,7 +23,8 @@ from quire.errors import StartupError
 from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, shared_memory, supports_pdl
-from quire.kernels.triton.linear_tiles import SCALE_GROUP, LinearTile, any_rows_tile, few_rows_tile, grouped_tile
+from quire.kernels.triton.linear_tiles import SCALE_GROUP, any_rows_tile, few_rows_tile, grouped_tile
+from quire.kernels.triton.tiles import Tile
 
 MAX_ROWS = 32  # at 64 cuBLAS is faster on an H200, except for the head
 MIN_SHARED_MEMORY = 200_000  # bytes that the largest tiles need
@@ -38,31 +39,33 @@ def supports(weight: Tensor, rows: int) -> bool:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
     """Return x weight^T + bias [M, N] for x [M, K], weight [N, K], bias [N], rounded once.
 
     1 <= M <= MAX_ROWS; K % 16 == 0; the last dimensions contiguous, any stride of x's rows. `scale`: of an FP8 weight.
+    `tile`: another one than the card's.
     """
-    tile = few_rows_tile(len(x), *weight.shape, **_fp8_option(scale))
-    return _launch(x, weight, bias, scale, tile, None, pdl)
+    return _launch(x, weight, bias, scale, tile or _few_rows_tile(len(x), weight), None, pdl)
 
 
 def gated_linear(
-    x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
     """Return act(gate) * up [M, I] for x [M, K], weight [2 I, K] (the gate's rows, then up's), rounded once; else as
     `linear`. `activation` is a key of ACTIVATIONS."""
-    tile = few_rows_tile(len(x), *weight.shape, **_fp8_option(scale))
-    return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl)
+    return _launch(x, weight, None, scale, tile or _few_rows_tile(len(x), weight), ACTIVATIONS[activation], pdl)
 
 
-def _fp8_option(scale: Tensor | None) -> dict[str, bool]:
-    return {} if scale is None else {"fp8": True}
+def _few_rows_tile(rows: int, weight: Tensor) -> Tile:
+    size, depth = weight.shape
+    return few_rows_tile(weight.device, rows, size, depth, weight.dtype == E4M3)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: LinearTile, activation: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: Tile, activation: str | None,
     pdl: bool,
 ) -> Tensor:  # fmt: skip
     """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores."""
@@ -234,8 +237,7 @@ def batch_invariant_linear(
     rows, depth = x.shape
     size, group = len(weight), _check_operands(x, weight, scale)
     if supports(weight, rows):
-        tile = few_rows_tile(max(rows, 2), size, depth, **_fp8_option(scale))
-        return _launch(x, weight, bias, scale, tile, None, pdl)
+        return _launch(x, weight, bias, scale, _few_rows_tile(max(rows, 2), weight), None, pdl)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     bulk = group < 0 and _bulk_copies(x, weight, out) and rows > 64
     tile = any_rows_tile(rows, size, x.dtype, bulk)

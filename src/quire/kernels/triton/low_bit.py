@@ -10,7 +10,6 @@ A weight's number is code * scale + shift, in fp32. Either this number is rounde
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -24,8 +23,9 @@ from torch import Tensor
 from quire.kernels.cpu.low_bit_linear import GPU_WIDTH, LowBitWeight
 from quire.kernels.triton.activation import ACTIVATIONS, act_and_mul, activate_gated
 from quire.kernels.triton.fast_launch import fast_launch
-from quire.kernels.triton.fused_moe import GROUP_TILES, ExpertTile, Routing, find_pairs, sum_experts
+from quire.kernels.triton.fused_moe import GROUP_TILES, ONE_TILE, Routing, find_pairs, sum_experts
 from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
+from quire.kernels.triton.tiles import Tile, card_tile
 
 WIDTH = tl.constexpr(GPU_WIDTH)
 """The columns of a part of a step (see LowBitMatrix): those of one matrix product."""
@@ -39,18 +39,6 @@ MAX_SPLITS, SPLIT_PROGRAMS = 8, 1024
 """With few rows of x, a weight's rows alone don't occupy a GPU. Its columns are then split too, at most MAX_SPLITS
 ways, until there are SPLIT_PROGRAMS programs. With tiles of more than 16 rows of x there are fewer, since adding up the
 splits takes time too."""
-TILES = {
-    8: (ExpertTile(8, 64, 256, 3, 4), ExpertTile(8, 32, 256, 4, 1)),
-    16: (ExpertTile(16, 32, 256, 4, 2),) * 2,
-    32: (ExpertTile(32, 64, 128, 4, 4),) * 2,
-    64: (ExpertTile(64, 64, 128, 4, 4),) * 2,
-    sys.maxsize: (ExpertTile(128, 64, 128, 3, 4),) * 2,
-}
-"""Tiles by the most rows of a weight's input, or pairs of an expert on average. The first is for gate and up together,
-the second for other weights. Measured on one H200 in bf16 with the linear layers of Llama-3-8B and the experts of
-Qwen3-30B-A3B, in groups of 128, and the MXFP4 experts of GPT-OSS-20B, but these without the second tile of 8 rows."""
-ONE_TILE = TILES[32][0]
-"""The tile for any number of rows."""
 MAX_WHOLE = tl.constexpr(32)
 """The most rows of x of a tile that multiplies codes of 4 bits as whole numbers (see `_whole_part`)."""
 
@@ -413,11 +401,11 @@ def expand(
 
 def low_bit_linear(
     x: Tensor, weight: LowBitMatrix, bias: Tensor | None = None, activation: str | None = None, *,
-    deterministic: bool = False, pdl: bool = False,
+    deterministic: bool = False, pdl: bool = False, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Return x weight^T + bias [M, rows] for x [M, columns], rounded once. With an `activation` the weight is gate and
     up, stacked: return act(gate) * up [M, rows / 2]. `deterministic`: a row's bits do not depend on the number of rows.
-    """
+    `tile`: another one than the card's."""
     rows, size = len(x), weight.rows
     assert x.shape[1] == weight.columns, f"x {tuple(x.shape)} does not fit a weight of {weight.columns} columns"
     assert x.stride(1) == 1, "rows are contiguous"
@@ -431,13 +419,14 @@ def low_bit_linear(
             else:
                 torch.addmm(bias[start : start + step], x, numbers.T, out=part)
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
-    size, tile = size if kind is None else size // 2, choose_tile(rows, x, weight, kind is not None, deterministic)
-    programs = SPLIT_PROGRAMS * 16 // max(tile.pairs, 16)
+    size = size if kind is None else size // 2
+    tile = tile or choose_tile(rows, x, weight, kind is not None, deterministic)
+    programs = SPLIT_PROGRAMS * 16 // max(tile.rows, 16)
     splits = min(MAX_SPLITS, power_of_2(cdiv(programs, cdiv(size, tile.columns))))
     splits = splits if kind is None and not deterministic else 1
     out = torch.empty(rows * splits, size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
     if rows:
-        _launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
+        launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
     return out if splits == 1 else sum_experts(out, splits, x.dtype, pdl)
 
 
@@ -478,13 +467,13 @@ def low_bit_moe(
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
         tile = choose_tile(cdiv(int(pairs * routing.share), experts), x, weight, kind is not None, deterministic)
-        _launch(source, weight, bias, target, routing, tokens, tile, kind, pdl, experts=experts)
+        launch(source, weight, bias, target, routing, tokens, tile, kind, pdl, experts=experts)
     return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
 
 
-def _launch(
+def launch(
     x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing | None, tokens: int,
-    tile: ExpertTile, kind: str | None, pdl: bool, splits: int = 1, experts: int = 0,
+    tile: Tile, kind: str | None, pdl: bool, splits: int = 1, experts: int = 0,
 ) -> None:  # fmt: skip
     """Launch `_product` for the experts of `routing` or, without it, for a linear layer."""
     top, shares, counts, pairs = 1, out, out, out  # the kernel of a linear layer reads none of these tensors
@@ -495,24 +484,24 @@ def _launch(
     steps, unroll = len(weight.codes), max(tile.depth // columns, 1)
     while steps % unroll:
         unroll //= 2
-    tiles = cdiv(tokens, tile.pairs)
+    tiles = cdiv(tokens, tile.rows)
     if experts:
-        tiles = top if counts is None else min(len(out), len(out) // tile.pairs + experts)
+        tiles = top if counts is None else min(len(out), len(out) // tile.rows + experts)
     options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
     _product[(tiles * cdiv(size, tile.columns), splits)](
         x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
         counts, pairs, tokens, tiles, x.stride(0), size, weight.rows, weight.columns,
-        EXPERTS=experts, PADDED=power_of_2(max(experts, 1)), TOP=top, BLOCK_M=tile.pairs, BLOCK_N=tile.columns,
+        EXPERTS=experts, PADDED=power_of_2(max(experts, 1)), TOP=top, BLOCK_M=tile.rows, BLOCK_N=tile.columns,
         UNROLL=unroll, SIDE=GROUP_TILES, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind,
         EVEN=weight.columns % columns == 0, KIND=kind, BIAS=bias is not None, STAGES=tile.stages, SPLITS=splits,
         PDL=pdl, **options,
     )  # fmt: skip
 
 
-def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> ExpertTile:
+def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> Tile:
     """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs. It has as many stages as fit
     in shared memory."""
-    tile = ONE_TILE if deterministic else TILES[next(most for most in TILES if rows <= most)][not gated]
-    bits = (1 + gated) * tile.columns * weight.bits + tile.pairs * 8 * x.element_size()
+    tile = ONE_TILE if deterministic else card_tile(x.device, f"low_bit/half/{'gated' if gated else 'plain'}", rows)
+    bits = (1 + gated) * tile.columns * weight.bits + tile.rows * 8 * x.element_size()
     stage = bits * tile.depth // 8
     return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))

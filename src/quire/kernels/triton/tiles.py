@@ -1,0 +1,147 @@
+"""Tiles of the kernels that the bandwidth of memory or the number of multiprocessors limits: a table for each card that
+was measured, in the folder `cards`. A card without one has the table of the nearest.
+
+`quire bench kernels --tune` measures a table. An entry is named family/format/shape/most: `most` is the most rows of x,
+or pairs of an expert on average, or programs of a multiprocessor, that have this tile ("more": any number).
+
+- linear: the weight of a linear layer, in the sizes of Llama-3-8B: down is "deep", o "square", qkv "middle", gate_up
+  "tall", the head "vocabulary". Narrow tiles occupy every multiprocessor, wide ones read x less often. Formats: "half";
+  "fp8", one row; "rounded", FP8 weights and rows that are rounded to FP8 too.
+- experts, low_bit: "gated" has two weights, gate and up, "plain" one. "one_token/narrow", by the weight's columns: the
+  experts of a single token.
+- decode: attention with heads of up to this size.
+
+Tiles that decide about the bits of results are not here but in the kernels' modules, and the same on every card: those
+of --deterministic, whose rows must not depend on the number of rows, and of prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import index
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quire.errors import StartupError
+
+CARDS = Path(__file__).with_name("cards")
+MORE = sys.maxsize
+_SHAPES = ("deep", "square", "middle", "tall")
+ENTRIES: dict[str, tuple[int, ...]] = {
+    **{f"linear/half/{shape}": (1, 8, 16, 32) for shape in (*_SHAPES, "vocabulary")},
+    **{f"linear/fp8/{shape}": (1,) for shape in _SHAPES},
+    **{f"linear/rounded/{shape}": (16, 32, 64) for shape in _SHAPES},
+    **{f"experts/half/{shape}": (8, 16, 32, 128, MORE) for shape in ("gated", "plain")},
+    "experts/one_token/narrow": (2048, MORE),
+    **{f"low_bit/half/{shape}": (8, 16, 32, 64, MORE) for shape in ("gated", "plain")},
+    "decode/half/64": (2, MORE), "decode/half/128": (2, 9, MORE), "decode/half/256": (MORE,),
+}  # fmt: skip
+"""The entries of every table, without their `most`, and the values of it: they are those that a warm-up runs."""
+
+
+class Tile(NamedTuple):
+    """The tile of one program, and its launch options. A size that the shape gives is 0: a linear layer's one row needs
+    no tensor cores; attention has the queries of a head, and its size."""
+
+    rows: int  # of x, or pairs of an expert
+    columns: int  # of the result: rows of the weight, or tokens
+    depth: int  # of the dot products
+    stages: int
+    warps: int
+    prefetch: int = 0  # tiles of the weight that are loaded before the wait for the preceding kernels
+
+
+class Card(NamedTuple):
+    """A GPU by its name, compute capability and bandwidth of memory."""
+
+    gpu: str
+    capability: tuple[int, int]
+    bytes_per_s: float
+
+
+class Table(NamedTuple):
+    """The tiles of a card, by entry without `most`, then by `most`, ascending."""
+
+    card: Card
+    tiles: dict[str, dict[int, Tile]]
+
+
+def card_tile(device: torch.device, entry: str, number: int) -> Tile:
+    """Return the tile of an entry, named without its `most`, for this number of rows, pairs or programs."""
+    return next(tile for most, tile in card_table(device).tiles[entry].items() if number <= most)
+
+
+@lru_cache
+def card_table(device: torch.device) -> Table:
+    """Return the table of a GPU; for a CPU, where kernels are interpreted, an H200's."""
+    tables = shipped_tables()
+    if device.type != "cuda":
+        return next(table for table in tables if table.card.gpu == "NVIDIA H200")
+    return nearest(card_of(device), tables)
+
+
+def card_of(device: torch.device) -> Card:
+    """Return the properties of a GPU."""
+    from triton.runtime import driver
+
+    number = torch.cuda.current_device() if device.index is None else device.index
+    limits = driver.active.utils.get_device_properties(number)  # kHz and bits; memory moves data twice a cycle
+    bandwidth = 2e3 * limits["mem_clock_rate"] * limits["mem_bus_width"] / 8
+    return Card(torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number), bandwidth)
+
+
+def nearest(card: Card, tables: Sequence[Table]) -> Table:
+    """Return the table of this card, else of the card whose compute capability, then bandwidth, is the nearest."""
+
+    def distance(table: Table) -> tuple[bool, int, float]:
+        (major, minor), (other_major, other_minor) = card.capability, table.card.capability
+        ratio = max(card.bytes_per_s, 1.0) / table.card.bytes_per_s
+        return table.card.gpu != card.gpu, abs(10 * (major - other_major) + minor - other_minor), abs(math.log(ratio))
+
+    return min(tables, key=distance)
+
+
+@lru_cache
+def shipped_tables() -> tuple[Table, ...]:
+    """Return the tables of all measured cards."""
+    return tuple(read_table(path) for path in sorted(CARDS.glob("*.json")))
+
+
+def read_table(path: Path) -> Table:
+    """Return the table of a file. Raise StartupError if it is malformed."""
+    tiles: dict[str, dict[int, Tile]] = {}
+    try:
+        content = json.loads(path.read_text())
+        gpu, (major, minor), bandwidth = (content["card"][name] for name in Card._fields)
+        for line in content["results"]:
+            entry, _, most = line["entry"].rpartition("/")
+            tile = Tile(*(index(line.get(name, 0)) for name in Tile._fields))
+            tiles.setdefault(entry, {})[MORE if most == "more" else int(most)] = tile
+            _check(entry, int(most) if most.isdecimal() else 0, tile)
+        if {entry: tuple(several) for entry, several in tiles.items()} != ENTRIES:
+            raise ValueError("entries are missing, unknown or not in order")
+        return Table(Card(str(gpu), (int(major), int(minor)), float(bandwidth)), tiles)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StartupError(
+            f"{path.name} is not a table of tiles: {type(error).__name__}: {error}",
+            "Write it with quire bench kernels --tune --out FILE",
+        ) from error
+
+
+def _check(entry: str, most: int, tile: Tile) -> None:
+    """Raise ValueError if no program can have this tile."""
+    wrong = {
+        "sizes and warps are powers of two": any(number & (number - 1) for number in (*tile[:3], tile.warps)),
+        "columns, stages and warps are at least 1": min(tile.columns, tile.stages, tile.warps) < 1,
+        "only attention has no depth": not tile.depth and not entry.startswith("decode"),
+        "a tile holds all rows": entry.startswith("linear") and tile.rows < most and (most, tile.rows) != (1, 0),
+    }
+    for rule, broken in wrong.items():
+        if broken:
+            raise ValueError(f"{entry}/{most or 'more'} is {tile}: {rule}")
