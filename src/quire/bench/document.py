@@ -7,6 +7,7 @@ latency and serve.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,6 +17,9 @@ from typing import Any
 
 from quire.bench.machine import machine
 from quire.errors import StartupError
+
+FLAT = re.compile(r'\{\n((?: *".*[^[{\n]\n)+) *\}')
+"""An object without others in it, such as a result, in indented JSON. It is written on one line."""
 
 
 def document(
@@ -33,7 +37,8 @@ def write(path: Path, content: dict[str, Any]) -> None:
     """Write a document and create its folders. Raise StartupError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(content, indent=1, allow_nan=False)
+        path.write_text(FLAT.sub(lambda found: "{" + re.sub(r"\n +", " ", found[1].strip()) + "}", text) + "\n")
     except OSError as error:
         raise StartupError(f"{path} can't be written: {error.strerror}", "Give another --out") from error
 

@@ -2,7 +2,8 @@
 first.
 
 A family is one function that yields cases; sizes are those of a Llama-3-8B, in bf16, or for some families those of one
-rank of another (`--tp`, `--model-config`: quire.bench.rank_kernels). Needs a GPU.
+rank of another (`--tp`, `--model-config`: quire.bench.rank_kernels). With `--tune` tiles are measured instead
+(quire.bench.tune). Needs a GPU.
 """
 
 from __future__ import annotations
@@ -297,10 +298,22 @@ def flags(parser: argparse.ArgumentParser) -> None:
                        help="copies, swaps, decodes, ..., or, on a CPU, products, kv; may be given repeatedly "
                             "(default: all of a GPU's)")  # fmt: skip
     group.add_argument("--model-config", metavar="NAME", help="Llama config of these sizes (default: llama3-8b)")
+    group = add_numbers(parser, "tiles", seconds=(300, "with --tune: the time in all"))
+    group.add_argument("--tune", action="store_true",
+                       help="measure tiles near those of this card's table, and write a table of the fastest to --out; "
+                            "--family is linear, experts, low_bit, decode or a part of one, such as linear/half "
+                            "(default: all)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the ceilings, then a result for each case."""
+    """Return the ceilings, then a result for each case; with --tune the lines of a table of tiles."""
+    if args.tune:
+        if args.tp is not None or args.model_config is not None:
+            raise StartupError("--tune has sizes of its own", "Leave out --tp and --model-config")
+        need_gpu("quire bench kernels --tune")
+        from quire.bench import tune
+
+        return tune.run(args)
     if cpu_kernels.asked(args.family) and args.tp is args.model_config is None:
         return cpu_kernels.run(args)
     families = asked(args)
@@ -322,12 +335,25 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """Format the results, a line a case."""
+    """Format the results, a line a case or a measured entry."""
+    if "entry" in results[0]:
+        from quire.bench import tune
+
+        return tune.show(results)
     rows = [
         (r["kernel"], r["case"], short(r["us"]), f"{r['rate']:.4g}", r["unit"], f"{100 * r['share']:.0f}")
         for r in results
     ]
     return table(("kernel", "case", "us", "rate", "unit", "% of ceiling"), rows)
+
+
+def more(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the card of a table of tiles, which makes the document one."""
+    if "entry" not in results[0]:
+        return {}
+    from quire.kernels.triton.tiles import card_of
+
+    return {"card": card_of(torch.device("cuda"))._asdict()}
 
 
 def _size(count: int) -> str:

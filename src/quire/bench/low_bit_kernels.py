@@ -36,15 +36,15 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
 
 
-def random_matrix(rows: int, columns: int, form: LowBitFormat) -> LowBitMatrix:
-    """Return a weight [rows, columns] of random codes with equal scales, on the GPU."""
+def random_matrix(rows: int, columns: int, form: LowBitFormat, device: torch.device | str = "cuda") -> LowBitMatrix:
+    """Return a weight [rows, columns] of random codes with equal scales."""
     from quire.kernels.triton.low_bit import LowBitMatrix
 
     steps, kind = -(-columns // (16 // form.gpu_bits * 32)), form.gpu_scales
     units = {"e2m1": (steps,), "halves": (steps, 2), "superblocks": (steps, 8 // form.gpu_bits + 1)}
-    codes = torch.randint(-(2**15), 2**15, (steps, rows, 32), dtype=torch.int16, device="cuda")
+    codes = torch.randint(-(2**15), 2**15, (steps, rows, 32), dtype=torch.int16, device=device)
     shape = (*units.get(kind, (columns // form.gpu_group,)), rows)
-    scales = torch.full(shape, 0x70707070 if kind == "e2m1" else 0x20202020, dtype=torch.int32, device="cuda")
+    scales = torch.full(shape, 0x70707070 if kind == "e2m1" else 0x20202020, dtype=torch.int32, device=device)
     return LowBitMatrix(codes, scales, kind, form.gpu_bits, form.gpu_group, columns)
 
 

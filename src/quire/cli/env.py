@@ -52,9 +52,8 @@ def facts() -> list[tuple[str, str]]:
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(i)
-            rows.append(
-                (f"gpu {i}", f"{device.name}, {device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}")
-            )
+            size = f"{device.total_memory / 2**30:.0f} GiB, sm_{device.major}{device.minor}"
+            rows.append((f"gpu {i}", f"{device.name}, {size}, {_tiles(i)}"))
     rows += [("set", ", ".join(name for name in VARIABLES if name in os.environ) or "-")]
     return rows
 
@@ -64,6 +63,18 @@ def _kernels() -> str:
 
     kernels = library()
     return kernels.path.stem if kernels is not None else f"none: {missing_reason()}"
+
+
+def _tiles(number: int) -> str:
+    """Return whose table of tiles a GPU has."""
+    import torch
+
+    try:
+        from quire.kernels.triton.tiles import card_table
+
+        return f"tiles of {card_table(torch.device('cuda', number)).card.gpu}"
+    except ImportError:  # Triton
+        return "no Triton"
 
 
 def _version(package: str) -> str:

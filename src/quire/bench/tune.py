@@ -1,0 +1,271 @@
+"""`quire bench kernels --tune`: measure tiles near those of this card's table (quire.kernels.triton.tiles), and make a
+table of the fastest.
+
+All tiles are compiled first, by several processes: this module as a program, which launches nothing. A tile that does
+not compile or run, or computes something else, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.bench.document import short, table
+from quire.bench.replay import replayed
+from quire.bench.tile_cases import cases
+from quire.errors import StartupError
+from quire.kernels.triton.decode import program_bytes
+from quire.kernels.triton.launch import shared_memory
+from quire.kernels.triton.linear import MIN_SHARED_MEMORY
+from quire.kernels.triton.tiles import ENTRIES, MORE, Tile, card_table
+
+PROCESSES = 16
+COMPILE_SHARE = 0.5
+"""The most of the time in all that compiling may take."""
+STEPS = 2
+"""How far from today's tile others are tried: a step doubles or halves a size, or changes another number by 1."""
+MIN_GAIN = 0.02
+TURNS = 3
+"""How many more times the fastest tile and today's are measured, in turns."""
+REPLAY_SECONDS, MAX_ROUNDS = 2e-3, 64
+"""The duration of a measured graph, as far as this many rounds of calls reach."""
+MAX_ERROR = 0.01
+"""The largest difference of results, relative to them."""
+MAX_SUMS, MAX_PREFETCH = 128, 1024
+"""Sums, and bytes of a weight that are loaded early, of a thread."""
+
+Key = tuple[str, int]
+"""An entry, named without its `most`, and this."""
+Timer = Callable[[Tile], float]
+"""Returns the seconds of a call, infinite for a tile that is left out."""
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tune the entries of --family within --seconds. Return the whole table."""
+    device = torch.device("cuda")
+    keys = entries(args.family)
+    if args.seconds < 1:
+        raise StartupError(f"--seconds is {args.seconds}", "Give at least 1; 300 measure all families")
+    torch.manual_seed(0)
+    tiles = card_table(device).tiles
+    return tune(tiles, keys, args.seconds, shared_memory(device), compile_tiles, partial(make_timer, device=device))
+
+
+def entries(families: Sequence[str] | None) -> list[Key]:
+    """Return the entries whose names begin with one of `families`, all if None. Raise StartupError if one has none."""
+    for name in families or ():
+        if not any(f"{entry}/".startswith(f"{name}/") for entry in ENTRIES):
+            raise StartupError(f"there is no family {name[:40]!r} of tiles", f"Known: {', '.join(ENTRIES)}, or a part")
+    return [
+        (entry, most)
+        for entry, mosts in ENTRIES.items()
+        for most in mosts
+        if families is None or any(f"{entry}/".startswith(f"{name}/") for name in families)
+    ]
+
+
+def tune(
+    tiles: Mapping[str, Mapping[int, Tile]], keys: Sequence[Key], seconds: float, room: int,
+    compile_all: Callable[[Sequence[tuple[Key, Tile]], float], set[tuple[Key, Tile]]], timer_of: Callable[[Key], Timer],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return a line for each entry of a table: with the fastest tile and, if it was measured, microseconds before and
+    now. `room`: bytes of shared memory. `compile_all` returns the tiles that it compiled."""
+    end = time.monotonic() + seconds
+    near = {key: neighbours(key, tiles[key[0]][key[1]], room) for key in keys}
+    ready = compile_all([(key, tile) for key in keys for tile in near[key]], seconds * COMPILE_SHARE)
+    _progress(f"{len(ready)} of {sum(map(len, near.values()))} tiles compiled")
+    lines = []
+    for key in ((entry, most) for entry, several in tiles.items() for most in several):
+        old = tiles[key[0]][key[1]]
+        line, some = {"entry": _name(key), **_fields(old)}, [tile for tile in near.get(key, ()) if (key, tile) in ready]
+        if some and time.monotonic() < end:
+            tile, before, now = fastest(old, some, timer_of(key), end)
+            changed = {} if tile == old else {"tile_before": _text(old)}
+            line = {"entry": _name(key), **_fields(tile), **changed, "us_before": _us(before), "us": _us(now)}
+            _progress(f"{_name(key)}: {_text(old)}, {short(_us(before))} us; {_text(tile)}, {short(_us(now))} us")
+        lines.append(line)
+    return lines
+
+
+def fastest(old: Tile, tiles: Sequence[Tile], timer: Timer, end: float) -> tuple[Tile, float, float]:
+    """Return the tile to take, and the seconds of `old` and of it. It is another one if that is faster by MIN_GAIN when
+    both are measured again. Tiles that are not measured before `end` are not considered."""
+    seconds = {old: timer(old)}
+    for tile in tiles:
+        if time.monotonic() >= end:
+            break
+        seconds[tile] = timer(tile)
+    best = min(seconds, key=lambda tile: seconds[tile])
+    if best == old:
+        return old, seconds[old], seconds[old]
+    again = [(timer(old), timer(best)) for _ in range(TURNS)]
+    before, now = (median(times) for times in zip(*again))
+    return (best, before, now) if now <= before * (1 - MIN_GAIN) else (old, before, before)
+
+
+def make_timer(key: Key, device: torch.device) -> Timer:
+    """Return a function that measures tiles of an entry: the geometric mean of its cases. The first tile's results are
+    the right ones. Few rows' products must have the same bits, because `batch_invariant_linear` has these tiles too."""
+    from triton.runtime.errors import OutOfResources
+
+    several, right = cases(*key, device), list[Tensor]()
+    exact, rounds = key[0].startswith("linear/half") and key[1] > 1, dict[int, int]()
+
+    def same(got: Tensor, want: Tensor) -> bool:
+        return torch.equal(got, want) or (not exact and bool((got - want).norm() <= MAX_ERROR * want.norm()))
+
+    def timer(tile: Tile) -> float:
+        try:
+            results = [case[0](tile) for case in several]
+        except OutOfResources:
+            return math.inf
+        if not right:
+            right.extend(result.clone() for result in results)
+        if not all(map(same, results, right)):
+            return math.inf
+        times = []
+        for number, case in enumerate(several):
+            calls = [partial(call, tile) for call in case]
+            if number not in rounds:
+                rounds[number] = min(MAX_ROUNDS, math.ceil(REPLAY_SECONDS / len(calls) / replayed(calls)))
+            times.append(replayed(calls, rounds[number]))
+        return geometric_mean(times) if times else math.inf
+
+    return timer
+
+
+def neighbours(key: Key, tile: Tile, room: int) -> list[Tile]:
+    """Return the other tiles at most STEPS steps from `tile` that fit in `room` bytes of shared memory."""
+    found = {tile: None}  # in this order
+    for _ in range(STEPS):
+        found |= {new: None for one in found for new in _steps(one) if fits(key, new, room)}
+    return [new for new in found if new != tile]
+
+
+def _steps(tile: Tile) -> Iterator[Tile]:
+    for field in ("rows", "columns", "depth", "warps"):
+        number = getattr(tile, field)
+        for new in (2 * number, number // 2):
+            if new:
+                yield tile._replace(**{field: new})
+    for field in ("stages", "prefetch"):
+        for step in (1, -1):
+            yield tile._replace(**{field: getattr(tile, field) + step})
+
+
+def fits(key: Key, tile: Tile, room: int) -> bool:
+    """Return True if the entry's kernel may have this tile. What is beyond the registers is for the compiler to say."""
+    (family, form, shape), most = key[0].split("/"), key[1]
+    rows, columns, depth, stages, warps, prefetch = tile
+    threads = 32 * warps
+    if not (1 <= stages <= 8 and 1 <= warps <= 16 and 0 <= prefetch <= (3 if family == "linear" else 0)):
+        return False
+    if family == "decode":
+        return columns >= 16 and program_bytes(16, int(shape), 2, columns, stages) <= room
+    if family == "linear":
+        room = min(room, MIN_SHARED_MEMORY)
+    weights = 2 if shape == "gated" else 1  # the others have gate and up in turns, as columns
+    weight_bytes = {"low_bit": 0.5}.get(family, 1 if form in ("fp8", "rounded") else 2)
+    stage = depth * (weights * columns * weight_bytes + rows * (1 if form == "rounded" else 2))
+    small = stages * stage <= room and prefetch * columns * depth * weight_bytes <= MAX_PREFETCH * threads
+    if rows == 0:  # without tensor cores: sums of each number of the depth
+        return small and columns >= 2 and depth >= 32 and columns * depth <= MAX_SUMS * threads
+    if form == "rounded":
+        wide = rows >= max(most, 16) if columns >= 64 else rows >= 64
+        return small and wide and warps % 4 == 0 and depth >= 32 and rows * columns <= MAX_SUMS * threads
+    if family == "linear" and rows != most:
+        return False
+    least_rows, least_depth = {"linear": (8, 16), "experts": (16, 16), "low_bit": (8, 128)}[family]
+    large = rows >= least_rows and columns >= 16 and depth >= least_depth
+    return small and large and weights * rows * columns <= MAX_SUMS * threads
+
+
+def compile_tiles(tasks: Sequence[tuple[Key, Tile]], seconds: float) -> set[tuple[Key, Tile]]:
+    """Compile tiles in PROCESSES processes for at most so many seconds. Return those that were compiled."""
+    count = min(PROCESSES, os.cpu_count() or 1)
+
+    def compile_some(some: Sequence[tuple[Key, Tile]]) -> list[tuple[Key, Tile]]:
+        command = [sys.executable, "-m", "quire.bench.tune"]
+        try:
+            done = subprocess.run(command, input=json.dumps(some).encode(), stdout=subprocess.PIPE, timeout=seconds)
+            output = done.stdout
+        except subprocess.TimeoutExpired as error:
+            output = error.output or b""
+        return [some[int(line)] for line in output[: output.rfind(b"\n") + 1].splitlines()]
+
+    with ThreadPoolExecutor(count) as pool:
+        return {task for some in pool.map(compile_some, (tasks[i::count] for i in range(count))) for task in some}
+
+
+def _compile_only() -> None:
+    """Compile the tiles of standard input, and print the index of each that can be compiled. Patches launches: this is
+    a process of its own."""
+    from triton.runtime.jit import JITFunction
+
+    from quire.kernels.triton.compile_locks import lock_compilation
+    from quire.kernels.triton.fast_launch import FastLauncher
+
+    lock_compilation()
+    JITFunction.__getitem__ = lambda self, grid: partial(self.warmup, grid=grid)
+    FastLauncher.__getitem__ = lambda self, grid: self.kernel[grid]  # type: ignore[method-assign]
+    failed = 0
+    for i, ((entry, most), numbers) in enumerate(json.load(sys.stdin)):
+        try:
+            for case in cases(entry, most, torch.device("meta")):
+                case[0](Tile(*numbers))
+            print(i, flush=True)
+        except Exception as error:  # of the compiler, of many types
+            if not failed:
+                _progress(f"{entry}/{most}, {_text(Tile(*numbers))} does not compile: {type(error).__name__}: {error}")
+            failed += 1
+
+
+def show(results: Sequence[dict[str, Any]]) -> str:
+    """Format the measured entries, a line an entry."""
+    rows = []
+    for line in results:
+        if "us" in line:
+            tile = _text(Tile(*(line.get(name, 0) for name in Tile._fields)))
+            gain = 0.0 if line["us_before"] is None else 100 * (1 - line["us"] / line["us_before"])
+            before = line.get("tile_before", tile)
+            rows.append((line["entry"], before, tile, short(line["us_before"]), short(line["us"]), f"{gain:.1f}"))
+    return table(("entry", "tile before", "tile", "us before", "us", "gain, %"), rows)
+
+
+def _name(key: Key) -> str:
+    return f"{key[0]}/{'more' if key[1] == MORE else key[1]}"
+
+
+def _fields(tile: Tile) -> dict[str, int]:
+    return {name: number for name, number in tile._asdict().items() if number}
+
+
+def _text(tile: Tile) -> str:
+    size = " x ".join(str(number) for number in tile[:3] if number)
+    early = f", prefetch {tile.prefetch}" if tile.prefetch else ""
+    return f"{size}, {tile.stages} stages, {tile.warps} warps{early}"
+
+
+def _us(seconds: float) -> float | None:
+    return round(seconds * 1e6, 2) if math.isfinite(seconds) else None
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    _compile_only()
