@@ -20,7 +20,7 @@ from quire import bench
 from quire.bench import kernels, tune
 from quire.bench.document import write
 from quire.errors import StartupError
-from quire.kernels.triton.tiles import ENTRIES, MORE, Tile, card_table, read_table, shipped_tables
+from quire.kernels.triton.tiles import ENTRIES, MORE, Tile, measured_card, read_card, shipped_cards
 
 CPU = torch.device("cpu")
 ROOM = 232_448
@@ -70,7 +70,7 @@ def test_no_tile_is_measured_after_the_end() -> None:
 
 def test_a_tuned_table_can_be_read_and_shown(tmp_path: Path) -> None:
     """Entries of other families, and of tiles that weren't compiled, are as before."""
-    old = card_table(CPU).tiles
+    old = measured_card(CPU).tiles
     keys = tune.entries(["linear/half", "decode"])
     shares: list[float] = []
 
@@ -85,8 +85,8 @@ def test_a_tuned_table_can_be_read_and_shown(tmp_path: Path) -> None:
     assert shares == [1000 * tune.COMPILE_SHARE]
     card = {"gpu": "New", "capability": [9, 0], "bytes_per_s": 3.35e12}
     write(tmp_path / "new.json", {"results": lines, "card": card})
-    new = read_table(tmp_path / "new.json")
-    assert new.card.gpu == "New"
+    new = read_card(tmp_path / "new.json")
+    assert new.gpu == "New"
     for entry, several in ENTRIES.items():
         for most in several:
             before, after = old[entry][most], new.tiles[entry][most]
@@ -107,7 +107,7 @@ def test_a_tuned_table_can_be_read_and_shown(tmp_path: Path) -> None:
 
 
 def test_entries_of_which_no_time_is_left_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = card_table(CPU).tiles
+    old = measured_card(CPU).tiles
     lines = tune.tune(old, tune.entries(None), 0, ROOM, lambda tasks, seconds: set(tasks), lambda key: lambda tile: 1.0)
     assert len(lines) == sum(map(len, ENTRIES.values()))
     assert not any("us" in line for line in lines)
@@ -126,7 +126,7 @@ def test_families_are_parts_of_names() -> None:
 
 def test_tiles_near_todays_fit() -> None:
     """Today's own tiles are of those that may be tried; and no other number of rows for a linear layer."""
-    for table in shipped_tables():
+    for table in shipped_cards():
         for entry, several in table.tiles.items():
             for most, tile in several.items():
                 assert tune.fits((entry, most), tile, ROOM), (entry, most)
@@ -183,7 +183,7 @@ tune._compile_only()
 @pytest.mark.timeout(600)
 def test_every_family_is_compiled_without_a_gpu(tmp_path: Path) -> None:
     """A tile of each that is one step from today's; one that no compiler takes is left out."""
-    tiles = card_table(CPU).tiles
+    tiles = measured_card(CPU).tiles
     keys: list[tune.Key] = [
         ("linear/half/square", 1), ("linear/half/tall", 32), ("linear/fp8/square", 1), ("linear/rounded/square", 16),
         ("experts/half/plain", 16), ("experts/one_token/narrow", 2048), ("low_bit/half/plain", 32),
@@ -215,6 +215,6 @@ def test_tiles_of_a_gpu_are_measured() -> None:
     """A timer takes the same results as right, and leaves others out."""
     device = torch.device("cuda")
     for key in (("linear/half/square", 8), ("experts/half/plain", 8), ("low_bit/half/plain", 8), ("decode/half/64", 2)):
-        timer, tile = tune.make_timer(key, device), card_table(device).tiles[key[0]][key[1]]
+        timer, tile = tune.make_timer(key, device), measured_card(device).tiles[key[0]][key[1]]
         assert 0 < timer(tile) < 1
         assert timer(tile._replace(stages=40)) == math.inf

@@ -1,5 +1,5 @@
-"""Bugs planted in src/quire/models and src/quire/weights: how a model's config and weights are read; and in what
-gpt-oss has beyond other models."""
+"""Bugs planted in src/quire/models and src/quire/weights: how a model's config and weights are read; in what gpt-oss has
+beyond other models; and in the choice of tiles."""
 
 from __future__ import annotations
 
@@ -57,6 +57,13 @@ BUGS: dict[str, Bug] = {
         "return None",
         "tests/kernels/triton/test_experts.py::test_ranks_with_whole_experts[plain-False-dtype0-True]",
         r"assert tensor\(True\) == tensor\(False\)",
+    ),
+    "a card has the table of the greatest bandwidth": bug(
+        "kernels/triton/tiles.py",
+        "abs(math.log(ratio))",
+        "math.log(ratio)",
+        "tests/kernels/triton/test_tiles.py::test_a_card_has_its_table_or_the_nearest_one",
+        "assert 'H200' == 'H100'",
     ),
     "layers attend without their sinks": bug(
         "worker/model_runner.py",

@@ -351,9 +351,10 @@ def more(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the card of a table of tiles, which makes the document one."""
     if "entry" not in results[0]:
         return {}
-    from quire.kernels.triton.tiles import card_of
+    from quire.kernels.triton.tiles import own_card
 
-    return {"card": card_of(torch.device("cuda"))._asdict()}
+    gpu, capability, bytes_per_s, _ = own_card(torch.device("cuda"))
+    return {"card": {"gpu": gpu, "capability": capability, "bytes_per_s": bytes_per_s}}
 
 
 def _size(count: int) -> str:

@@ -30,10 +30,10 @@ from quire.errors import StartupError
 from quire.kernels.triton.decode import program_bytes
 from quire.kernels.triton.launch import shared_memory
 from quire.kernels.triton.linear import MIN_SHARED_MEMORY
-from quire.kernels.triton.tiles import ENTRIES, MORE, Tile, card_table
+from quire.kernels.triton.tiles import ENTRIES, MORE, Tile, measured_card
 
 PROCESSES = 16
-COMPILE_SHARE = 0.5
+COMPILE_SHARE = 0.6
 """The most of the time in all that compiling may take."""
 STEPS = 2
 """How far from today's tile others are tried: a step doubles or halves a size, or changes another number by 1."""
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.seconds < 1:
         raise StartupError(f"--seconds is {args.seconds}", "Give at least 1; 300 measure all families")
     torch.manual_seed(0)
-    tiles = card_table(device).tiles
+    tiles = measured_card(device).tiles
     return tune(tiles, keys, args.seconds, shared_memory(device), compile_tiles, partial(make_timer, device=device))
 
 

@@ -70,9 +70,9 @@ def _tiles(number: int) -> str:
     import torch
 
     try:
-        from quire.kernels.triton.tiles import card_table
+        from quire.kernels.triton.tiles import measured_card
 
-        return f"tiles of {card_table(torch.device('cuda', number)).card.gpu}"
+        return f"tiles of {measured_card(torch.device('cuda', number)).gpu}"
     except ImportError:  # Triton
         return "no Triton"
 

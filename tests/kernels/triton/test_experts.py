@@ -26,7 +26,7 @@ from quire.kernels.triton.fused_moe import (
     route,
 )
 from quire.kernels.triton.linear import E4M3
-from quire.kernels.triton.tiles import card_table
+from quire.kernels.triton.tiles import measured_card
 from quire.layers.experts_config import ExpertsConfig
 from quire.layers.moe import SparseMLP
 from quire.protocol.parallel_layout import ParallelLayout
@@ -281,7 +281,7 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """By pairs, and with no more stages than there is room for."""
     weight = torch.zeros(16, 1, 1, dtype=torch.bfloat16)
     for gated, shape in ((True, "gated"), (False, "plain")):
-        tiles = card_table(weight.device).tiles[f"experts/half/{shape}"]
+        tiles = measured_card(weight.device).tiles[f"experts/half/{shape}"]
         sizes = [choose_tile(16 * pairs, weight, weight, gated) for pairs in (*list(tiles)[:-1], 999)]
         assert sizes == list(tiles.values())
     kept = {choose_tile(pairs, weight, weight, True, deterministic=True) for pairs in (2, 5000)}

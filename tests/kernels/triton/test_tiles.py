@@ -14,7 +14,7 @@ import torch
 from quire.errors import StartupError
 from quire.kernels.triton import decode, fused_moe, launch, low_bit
 from quire.kernels.triton.linear_tiles import few_rows_tile, fp8_rows_tile
-from quire.kernels.triton.tiles import CARDS, ENTRIES, Card, Table, card_table, nearest, read_table, shipped_tables
+from quire.kernels.triton.tiles import CARDS, ENTRIES, Card, measured_card, nearest, read_card, shipped_cards
 
 CPU = torch.device("cpu")  # has an H200's table
 H200 = CARDS / "h200.json"
@@ -90,15 +90,15 @@ def test_deterministic_tiles_are_those_of_no_card(monkeypatch: pytest.MonkeyPatc
         few_rows_tile(CPU, number, 4096, 4096, fp8=True)
 
 
-def card(gpu: str, major: int, minor: int, bytes_per_s: float) -> Table:
-    return Table(Card(gpu, (major, minor), bytes_per_s), {})
+def card(gpu: str, major: int, minor: int, bytes_per_s: float) -> Card:
+    return Card(gpu, (major, minor), bytes_per_s, {})
 
 
 def test_a_card_has_its_table_or_the_nearest_one() -> None:
-    tables = [card("H100", 9, 0, 3.35e12), card("H200", 9, 0, 4.8e12), card("A100", 8, 0, 2e12)]
+    cards = [card("H100", 9, 0, 3.35e12), card("H200", 9, 0, 4.8e12), card("A100", 8, 0, 2e12)]
 
     def found(gpu: str, major: int, minor: int, bytes_per_s: float) -> str:
-        return nearest(Card(gpu, (major, minor), bytes_per_s), tables).card.gpu
+        return nearest(card(gpu, major, minor, bytes_per_s), cards).gpu
 
     assert found("H100", 9, 0, 9e12) == "H100", "by its name first"
     assert found("H100 PCIe", 9, 0, 2e12) == "H100", "by the capability before the bandwidth"
@@ -116,9 +116,9 @@ def test_a_gpu_is_asked_for_its_properties(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("triton.runtime.driver", driver)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    card_table.cache_clear()
-    assert card_table(torch.device("cuda", 3)).card.gpu in {table.card.gpu for table in shipped_tables()}
-    card_table.cache_clear()
+    measured_card.cache_clear()
+    assert measured_card(torch.device("cuda", 3)) in shipped_cards()
+    measured_card.cache_clear()
     assert asked == [3]
 
 
@@ -128,36 +128,36 @@ CHANGES: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str]] = {
     "not in order": (lambda lines: lines.insert(0, lines.pop(1)), "entries are missing"),
     "no name": (lambda lines: lines[0].pop("entry"), "KeyError: 'entry'"),
     "no number": (lambda lines: lines[0].update(warps="four"), "cannot be interpreted as an integer"),
-    "a size is missing": (lambda lines: lines[0].pop("columns"), "columns, stages and warps are at least 1"),
-    "a field is misspelled": (lambda lines: lines[1].update(wraps=lines[1].pop("warps")), "warps are at least 1"),
+    "a size is missing": (lambda lines: lines[0].pop("columns"), "numbers are at least 1"),
+    "a field is misspelled": (lambda lines: lines[1].update(wraps=lines[1].pop("warps")), "numbers are at least 1"),
     "no power of two": (lambda lines: lines[0].update(columns=24), "powers of two"),
     "too few rows": (lambda lines: lines[1].update(rows=4), "linear/half/deep/8 is .*: a tile holds all rows"),
-    "no depth": (lambda lines: lines[0].pop("depth"), "only attention has no depth"),
+    "no depth": (lambda lines: lines[0].pop("depth"), "numbers are at least 1"),
 }
 
 
 def test_malformed_tables_are_refused(tmp_path: Path) -> None:
     content, path = H200.read_text(), tmp_path / "card.json"
     path.write_text(content)
-    assert read_table(path) == read_table(H200)
+    assert read_card(path) == read_card(H200)
     for change, message in CHANGES.values():
         document = json.loads(content)
         change(document["results"])
         path.write_text(json.dumps(document))
         with pytest.raises(StartupError, match=message):
-            read_table(path)
+            read_card(path)
     for text in ("", "[]", "{}", '{"card": {"gpu": "x", "capability": 9, "bytes_per_s": 1}}', content[:-20]):
         path.write_text(text)
         with pytest.raises(StartupError, match=r"card.json is not a table of tiles"):
-            read_table(path)
+            read_card(path)
     with pytest.raises(StartupError, match="FileNotFoundError"):
-        read_table(tmp_path / "none.json")
+        read_card(tmp_path / "none.json")
 
 
-def test_shipped_tables_have_an_entry_a_line_and_tiles_that_fit() -> None:
+def test_shipped_cards_have_an_entry_a_line_and_tiles_that_fit() -> None:
     """Largest tiles must fit in the shared memory that a linear layer's kernels ask for."""
-    for table in shipped_tables():
-        assert list(table.tiles) == list(ENTRIES)
+    for one in shipped_cards():
+        assert list(one.tiles) == list(ENTRIES)
     for path in CARDS.iterdir():
         lines = [line for line in path.read_text().splitlines() if '"entry"' in line]
         assert len(lines) == sum(map(len, ENTRIES.values()))

@@ -58,75 +58,69 @@ class Tile(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A GPU by its name, compute capability and bandwidth of memory."""
+    """A GPU by its name, compute capability and bandwidth of memory, and its tiles, by entry without `most`, then by
+    `most`, ascending."""
 
     gpu: str
     capability: tuple[int, int]
     bytes_per_s: float
-
-
-class Table(NamedTuple):
-    """The tiles of a card, by entry without `most`, then by `most`, ascending."""
-
-    card: Card
     tiles: dict[str, dict[int, Tile]]
 
 
 def card_tile(device: torch.device, entry: str, number: int) -> Tile:
     """Return the tile of an entry, named without its `most`, for this number of rows, pairs or programs."""
-    return next(tile for most, tile in card_table(device).tiles[entry].items() if number <= most)
+    return next(tile for most, tile in measured_card(device).tiles[entry].items() if number <= most)
 
 
 @lru_cache
-def card_table(device: torch.device) -> Table:
-    """Return the table of a GPU; for a CPU, where kernels are interpreted, an H200's."""
-    tables = shipped_tables()
+def measured_card(device: torch.device) -> Card:
+    """Return the card whose tiles a GPU has; for a CPU, where kernels are interpreted, an H200."""
     if device.type != "cuda":
-        return next(table for table in tables if table.card.gpu == "NVIDIA H200")
-    return nearest(card_of(device), tables)
+        return next(card for card in shipped_cards() if card.gpu == "NVIDIA H200")
+    return nearest(own_card(device), shipped_cards())
 
 
-def card_of(device: torch.device) -> Card:
-    """Return the properties of a GPU."""
+def own_card(device: torch.device) -> Card:
+    """Return the properties of a GPU, without tiles."""
     from triton.runtime import driver
 
     number = torch.cuda.current_device() if device.index is None else device.index
-    limits = driver.active.utils.get_device_properties(number)  # kHz and bits; memory moves data twice a cycle
-    bandwidth = 2e3 * limits["mem_clock_rate"] * limits["mem_bus_width"] / 8
-    return Card(torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number), bandwidth)
+    limits = driver.active.utils.get_device_properties(number)
+    bandwidth = 2e3 * limits["mem_clock_rate"] * limits["mem_bus_width"] / 8  # kHz, bits; data moves twice a cycle
+    return Card(torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number), bandwidth, {})
 
 
-def nearest(card: Card, tables: Sequence[Table]) -> Table:
-    """Return the table of this card, else of the card whose compute capability, then bandwidth, is the nearest."""
+def nearest(own: Card, cards: Sequence[Card]) -> Card:
+    """Return the card of the same name, else that whose compute capability, then bandwidth, is the nearest."""
 
-    def distance(table: Table) -> tuple[bool, int, float]:
-        (major, minor), (other_major, other_minor) = card.capability, table.card.capability
-        ratio = max(card.bytes_per_s, 1.0) / table.card.bytes_per_s
-        return table.card.gpu != card.gpu, abs(10 * (major - other_major) + minor - other_minor), abs(math.log(ratio))
+    def distance(card: Card) -> tuple[bool, int, float]:
+        (major, minor), (own_major, own_minor) = card.capability, own.capability
+        ratio = max(own.bytes_per_s, 1.0) / card.bytes_per_s
+        return card.gpu != own.gpu, abs(10 * (major - own_major) + minor - own_minor), abs(math.log(ratio))
 
-    return min(tables, key=distance)
+    return min(cards, key=distance)
 
 
 @lru_cache
-def shipped_tables() -> tuple[Table, ...]:
-    """Return the tables of all measured cards."""
-    return tuple(read_table(path) for path in sorted(CARDS.glob("*.json")))
+def shipped_cards() -> tuple[Card, ...]:
+    """Return all measured cards."""
+    return tuple(map(read_card, sorted(CARDS.glob("*.json"))))
 
 
-def read_table(path: Path) -> Table:
-    """Return the table of a file. Raise StartupError if it is malformed."""
+def read_card(path: Path) -> Card:
+    """Return the card of a file. Raise StartupError if that is malformed."""
     tiles: dict[str, dict[int, Tile]] = {}
     try:
         content = json.loads(path.read_text())
-        gpu, (major, minor), bandwidth = (content["card"][name] for name in Card._fields)
+        gpu, (major, minor), bandwidth = (content["card"][name] for name in Card._fields[:3])
         for line in content["results"]:
             entry, _, most = line["entry"].rpartition("/")
             tile = Tile(*(index(line.get(name, 0)) for name in Tile._fields))
             tiles.setdefault(entry, {})[MORE if most == "more" else int(most)] = tile
-            _check(entry, int(most) if most.isdecimal() else 0, tile)
+            _check(entry, most, tile)
         if {entry: tuple(several) for entry, several in tiles.items()} != ENTRIES:
             raise ValueError("entries are missing, unknown or not in order")
-        return Table(Card(str(gpu), (int(major), int(minor)), float(bandwidth)), tiles)
+        return Card(str(gpu), (int(major), int(minor)), float(bandwidth), tiles)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StartupError(
             f"{path.name} is not a table of tiles: {type(error).__name__}: {error}",
@@ -134,14 +128,10 @@ def read_table(path: Path) -> Table:
         ) from error
 
 
-def _check(entry: str, most: int, tile: Tile) -> None:
+def _check(entry: str, most: str, tile: Tile) -> None:
     """Raise ValueError if no program can have this tile."""
-    wrong = {
-        "sizes and warps are powers of two": any(number & (number - 1) for number in (*tile[:3], tile.warps)),
-        "columns, stages and warps are at least 1": min(tile.columns, tile.stages, tile.warps) < 1,
-        "only attention has no depth": not tile.depth and not entry.startswith("decode"),
-        "a tile holds all rows": entry.startswith("linear") and tile.rows < most and (most, tile.rows) != (1, 0),
-    }
-    for rule, broken in wrong.items():
-        if broken:
-            raise ValueError(f"{entry}/{most or 'more'} is {tile}: {rule}")
+    least = min(tile.columns, tile.stages, tile.warps, tile.prefetch + 1, tile.depth or entry.startswith("decode"))
+    if least < 1 or any(size & (size - 1) for size in (*tile[:3], tile.warps)):
+        raise ValueError(f"{entry}/{most} is {tile}: numbers are at least 1; sizes and warps are powers of two")
+    if entry.startswith("linear") and tile.rows < int(most) and (most, tile.rows) != ("1", 0):
+        raise ValueError(f"{entry}/{most} is {tile}: a tile holds all rows")
