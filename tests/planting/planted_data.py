@@ -1,5 +1,5 @@
-"""Bugs planted in src/quire/models and src/quire/weights: how a model's config and weights are read; in what gpt-oss has
-beyond other models; and in the choice of tiles."""
+"""Bugs planted in src/quire/models and src/quire/weights: how a model's config and weights are read; in what gpt-oss
+has beyond other models; and in the choice of tiles."""
 
 from __future__ import annotations
 
