@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from quire import bench
 from quire.bench import kernels, tune
@@ -76,6 +77,8 @@ def test_a_tuned_table_can_be_read_and_shown(tmp_path: Path) -> None:
 
     def compile_all(tasks: Sequence[tuple[tune.Key, Tile]], seconds: float) -> set[tuple[tune.Key, Tile]]:
         shares.append(seconds)
+        first = [key for key, _ in tasks[: len(keys)]]
+        assert first == keys, "the nearest tiles of all entries come first"
         return {(key, tile) for key, tile in tasks if key != ("linear/half/deep", 8)}
 
     def timer_of(key: tune.Key) -> tune.Timer:
@@ -111,6 +114,31 @@ def test_entries_of_which_no_time_is_left_stay(monkeypatch: pytest.MonkeyPatch) 
     lines = tune.tune(old, tune.entries(None), 0, ROOM, lambda tasks, seconds: set(tasks), lambda key: lambda tile: 1.0)
     assert len(lines) == sum(map(len, ENTRIES.values()))
     assert not any("us" in line for line in lines)
+
+
+def test_wrong_results_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside those of the first tile: other bits only where another order of a sum is allowed."""
+    want, rounds = torch.tensor([1.0, -2.0, 3.0]), []
+    results = {OLD: want, NARROW: want * (1 + 1e-4), WIDE: want * 1.1}
+
+    def product(tile: Tile) -> torch.Tensor:
+        if tile == DEEP:
+            raise OutOfResources(300_000, ROOM, "shared memory")
+        return results[tile]
+
+    def replayed(calls: Sequence[object], number: int = 1) -> float:
+        rounds.append((len(calls), number))
+        return 1e-5
+
+    monkeypatch.setattr(tune, "cases", lambda entry, most, device: [[product] * 4, [product] * 500])
+    monkeypatch.setattr(tune, "replayed", replayed)
+    for key, same_bits in ((("linear/half/deep", 8), True), (("linear/half/deep", 1), False), (("decode", 2), False)):
+        timer = tune.make_timer(key, CPU)
+        assert timer(OLD) == pytest.approx(1e-5)
+        assert timer(NARROW) == (math.inf if same_bits else pytest.approx(1e-5))
+        assert timer(WIDE) == timer(DEEP) == math.inf
+        assert timer(OLD) == pytest.approx(1e-5)
+    assert rounds[:4] == [(4, 1), (4, 50), (500, 1), (500, 1)], "as many rounds as take two milliseconds"
 
 
 def test_families_are_parts_of_names() -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import zip_longest
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -85,7 +86,8 @@ def tune(
     now. `room`: bytes of shared memory. `compile_all` returns the tiles that it compiled."""
     end = time.monotonic() + seconds
     near = {key: neighbours(key, tiles[key[0]][key[1]], room) for key in keys}
-    ready = compile_all([(key, tile) for key in keys for tile in near[key]], seconds * COMPILE_SHARE)
+    nearest_first = zip_longest(*([(key, tile) for tile in near[key]] for key in keys))
+    ready = compile_all([task for tasks in nearest_first for task in tasks if task], seconds * COMPILE_SHARE)
     _progress(f"{len(ready)} of {sum(map(len, near.values()))} tiles compiled")
     lines = []
     for key in ((entry, most) for entry, several in tiles.items() for most in several):
@@ -188,8 +190,9 @@ def fits(key: Key, tile: Tile, room: int) -> bool:
         return small and wide and warps % 4 == 0 and depth >= 32 and rows * columns <= MAX_SUMS * threads
     if family == "linear" and rows != most:
         return False
-    least_rows, least_depth = {"linear": (8, 16), "experts": (16, 16), "low_bit": (8, 128)}[family]
-    large = rows >= least_rows and columns >= 16 and depth >= least_depth
+    if family == "low_bit" and not 128 <= depth <= 256:  # more, which is unrolled, takes minutes to compile
+        return False
+    large = rows >= (16 if family == "experts" else 8) and min(columns, depth) >= 16
     return small and large and weights * rows * columns <= MAX_SUMS * threads
 
 
