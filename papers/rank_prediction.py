@@ -34,7 +34,8 @@ Points = list[dict[str, Any]]
 
 def llama_70b(ranks: Sequence[int], workloads: Sequence[str], rows: Sequence[int], measured: str) -> Points:
     """Return for each number of ranks: simulated workloads with all requests at once, sums over ranks, and decode steps
-    from kernels; then what two H200s took, and the document `measured` of `quire bench throughput`, if it isn't "".
+    from kernels; then what was measured with as many ranks: on two H200s, and in the document `measured`, if it isn't
+    "", of `quire bench throughput`.
 
     A workload's `value` is milliseconds a token of one request, output tokens a second where outputs are long, else all
     tokens a second. Measured ones have the error of the simulation (`off`)."""
@@ -98,11 +99,11 @@ def _simulated(tp: int, workload: str) -> dict[str, Any]:
 
 
 def _throughput(path: Path) -> list[tuple[int, str, float]]:
-    """Return the ranks, the workload and its value, of each result of `quire bench throughput` or `parallel`."""
+    """Return the ranks, the workload and its value, of MODEL's results by `quire bench throughput` or `parallel`."""
     found = []
     for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
         run = result.get("run", result)
-        if "median" not in run:
+        if "median" not in run or run["model"] != MODEL:
             continue
         median, name = run["median"], run["workload"]
         value = _value(name, median["requests"], median["prompt_tokens"], median["output_tokens"], median["seconds"])

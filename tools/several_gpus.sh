@@ -3,13 +3,14 @@
 #
 # Parts, each with a time limit of its own, after which the next one starts:
 #   sums    sums over ranks, beside NCCL and torch (150 s)
-#   llama   throughput of Llama-3-70B's shape, and its errors by simulation (270 s)
+#   llama   throughput of Llama-3-70B's shape, and its errors by simulation (240 and 90 s)
 #   vllm    the same by vLLM, if SITE has its packages and PEERS bench_vllm.py (330 s)
 #   opt-c   Figure 12c: OPT-175B's shape under ShareGPT's lengths, vLLM's memory and three Orcas (570 s)
 #   opt-f   Figure 12f: the same under Alpaca's (570 s)
 #
 # OUT gets a JSON document a part and log.txt, which has each run as soon as it ends. Variables for other machines:
-# LLAMA, a model config; WORKLOADS, such as "64:16@4"; SET, changes of the parameters of Figure 12, such as "model=opt-13b kv_tokens=15728"; PYTHON.
+# LLAMA, a model config; WORKLOADS, such as "64:16@4"; SET, changes of the parameters of Figure 12, such as
+# "model=opt-13b kv_tokens=15728"; PYTHON.
 set -u
 ranks=$1
 mkdir -p "$2"
@@ -51,12 +52,13 @@ quire() { # SECONDS ARGUMENTS...
             # shellcheck disable=SC2086
             quire 240 bench throughput --model-config "$llama" --dummy-weights --tp "$ranks" --max-model-len 2048 \
                 --no-enable-prefix-caching --warmup 0 --repeat 1 $workloads --out "$out/llama.json"
-            quire 30 reproduce llama-70b-tp --set "measured=$out/llama.json" --no-pictures --out "$out"
+            quire 90 reproduce llama-70b-tp --set "ranks=[$ranks]" --set "measured=$out/llama.json" --no-pictures \
+                --out "$out"
             ;;
         vllm)
             if [ -d "${SITE:-}/vllm" ] && [ -f "${PEERS:-}/bench_vllm.py" ]; then
                 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 REPS=1
-                export VLLM_WORKER_MULTIPROC_METHOD=spawn VLLM_LOGGING_LEVEL=WARNING
+                export TMPDIR="${TMPDIR:-/tmp}" VLLM_WORKER_MULTIPROC_METHOD=spawn VLLM_LOGGING_LEVEL=WARNING
                 # shellcheck disable=SC2086
                 VLLM_ARGS="{\"tensor_parallel_size\": $ranks}" limited 330 "$python" "$PEERS/bench_vllm.py" "$llama" \
                     $(echo "$workloads" | sed 's/--workload//g')

@@ -36,14 +36,15 @@ def test_steps_from_kernels() -> None:
 
 
 def test_measured_throughput_is_judged_beside_the_simulation(tmp_path: Path) -> None:
-    """A document of `quire bench throughput` with 8 ranks, 10 % faster than simulated, and another workload."""
+    """8 ranks in a document of `quire bench throughput`, 10 % faster than simulated; another workload and model."""
     ahead, *_ = llama_70b((8,), ("fixed:64:32@4",), (), "")
     median = {
         "requests": 4, "prompt_tokens": 256, "output_tokens": 128, "seconds": 384 / ahead["value"] / 1.1,
     }  # fmt: skip
     path = tmp_path / "llama.json"
     path.write_text(json.dumps({"results": [
-        {"workload": name, "config": {"tp": 8}, "median": median} for name in ("fixed:64:32@4", "fixed:1:1@1")
+        {"workload": name, "model": model, "config": {"tp": 8}, "median": median}
+        for name, model in (("fixed:64:32@4", "llama3-70b"), ("fixed:1:1@1", "llama3-70b"), ("fixed:64:32@4", "yi-6b"))
     ]}))  # fmt: skip
     points = llama_70b((8,), ("fixed:64:32@4",), (), str(path))
     real = one(points, by="real")
