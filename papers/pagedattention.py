@@ -1319,7 +1319,10 @@ LLAMA_70B = Entry(
     ],
     tables=[Pivot(("what", "unit", "by"), "tp", "value", ".4g", " ranks")],
     note="""Prefix caches off, all requests at once; a request's time includes its prompt. Four and eight ranks weren't
-measured. Steps from kernels have sequences of 1,024 tokens; a sum is of rows of 8,192 numbers, with the norm.""",
+measured. Simulated: the calibration h200-llama3-8b, and what `Links` adds for ranks (sim/cost_model.py).
+From kernels: attention as measured for one of as many ranks; products as a + b / N through those of one of two and of
+four; sums as measured over two, and what `Links` adds for more; a step takes as much longer than its parts as one of
+two ranks did. Its sequences have 1,024 tokens. A sum is of rows of 8,192 numbers, with the norm.""",
     plot=lines("Llama-3-70B on several H200s, simulated", "tp", "value", line="by", panel="what",
                labels=("ranks", "tokens/s, or ms a token"), log_x=True,
                of=lambda points: [p for p in points if p["by"] != "from kernels"]),
