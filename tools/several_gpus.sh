@@ -52,8 +52,8 @@ quire() { # SECONDS ARGUMENTS...
             # shellcheck disable=SC2086
             quire 240 bench throughput --model-config "$llama" --dummy-weights --tp "$ranks" --max-model-len 2048 \
                 --no-enable-prefix-caching --warmup 0 --repeat 1 $workloads --out "$out/llama.json"
-            quire 90 reproduce llama-70b-tp --set "ranks=[$ranks]" --set "measured=$out/llama.json" --no-pictures \
-                --out "$out"
+            [ "$llama" != llama3-70b ] || quire 90 reproduce llama-70b-tp --set "ranks=[$ranks]" \
+                --set "measured=$out/llama.json" --no-pictures --out "$out"
             ;;
         vllm)
             if [ -d "${SITE:-}/vllm" ] && [ -f "${PEERS:-}/bench_vllm.py" ]; then
