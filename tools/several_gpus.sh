@@ -59,9 +59,9 @@ quire() { # SECONDS ARGUMENTS...
             if [ -d "${SITE:-}/vllm" ] && [ -f "${PEERS:-}/bench_vllm.py" ]; then
                 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 REPS=1
                 export TMPDIR="${TMPDIR:-/tmp}" VLLM_WORKER_MULTIPROC_METHOD=spawn VLLM_LOGGING_LEVEL=WARNING
-                # shellcheck disable=SC2086
-                VLLM_ARGS="{\"tensor_parallel_size\": $ranks}" limited 330 "$python" "$PEERS/bench_vllm.py" "$llama" \
-                    $(echo "$workloads" | sed 's/--workload//g')
+                export VLLM_ARGS="{\"tensor_parallel_size\": $ranks}"
+                # shellcheck disable=SC2086,SC2046
+                limited 330 "$python" "$PEERS/bench_vllm.py" "$llama" $(echo "$workloads" | sed 's/--workload//g')
             else
                 echo "vllm: left out, since SITE has no vLLM or PEERS no bench_vllm.py"
             fi
