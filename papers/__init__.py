@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from papers import jenga, pagedattention, vattention
-from papers.entry import DIFFERS, MISSED, SIMULATED, VERDICTS, Entry, Reproduction
+from papers.entry import ALL, DIFFERS, MISSED, SIMULATED, VERDICTS, Entry, Point, Reproduction
 from quire.bench.document import document, grouped_table, table, write
 from quire.bench.machine import refuse_changed_tree
 from quire.bench.plots import figure, save
@@ -43,6 +43,8 @@ def main(args: list[str]) -> int:
         "--simulated", "--sim", action="store_true", help="with --all: only what times nothing and needs no GPU"
     )
     parser.add_argument("--full", action="store_true", help="larger samples, where a result is an average")
+    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE",
+                        help="change a parameter of the names' runners (papers/); may be repeated")  # fmt: skip
     parser.add_argument("--out", metavar="DIR", help="write NAME.json there, and NAME.png if matplotlib is installed")
     parser.add_argument("--no-pictures", action="store_true", help="with --out: NAME.json only")
     parser.add_argument("--draw", metavar="DIR", help="draw NAME.png of each NAME.json there that has all it needs")
@@ -83,7 +85,8 @@ def main(args: list[str]) -> int:
     out = Path(given.out) if given.out else None
     if out is not None and names:
         refuse_changed_tree(out)
-    done = {name: reproduce(name, args, out, given.full, pictures=pictures) for name in names}
+    changes = {name: ENTRIES[name].changed(given.set) for name in names}
+    done = {name: reproduce(name, args, out, given.full, pictures, changes[name]) for name in names}
     if len(done) > 1:
         print(_verdicts(done))
     if given.judge:
@@ -192,10 +195,13 @@ def _elapsed_time(name: str) -> Iterator[None]:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def reproduce(name: str, args: list[str], out: Path | None, full: bool = False, pictures: bool = True) -> Reproduction:
-    """Run one entry, print it, and write NAME.json and, with `pictures`, NAME.png into `out`."""
+def reproduce(
+    name: str, args: list[str], out: Path | None, full: bool = False, pictures: bool = True, changes: Point = ALL
+) -> Reproduction:
+    """Run one entry, with `changes` of its parameters, print it, and write NAME.json and, with `pictures`, NAME.png
+    into `out`."""
     with _elapsed_time(name):
-        done = ENTRIES[name].run(full)
+        done = ENTRIES[name].run(full, changes)
     rows = [
         (r.row, r.what, "-" if r.paper is None else r.paper, r.ours, r.unit, r.verdict, r.real_or_simulated)
         for r in done.results

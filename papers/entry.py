@@ -8,6 +8,7 @@ a document of another machine.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.bench.document import table
 from quire.bench.plots import COLOURS, figure
+from quire.errors import StartupError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -264,11 +266,12 @@ class Run(NamedTuple):
     params: Mapping[str, Any] = MappingProxyType({})
     full: Mapping[str, Any] = MappingProxyType({})
 
-    def points(self, full: bool) -> Points:
-        """Import and call the runner."""
+    def points(self, full: bool, changes: Point = ALL) -> Points:
+        """Import and call the runner, with the `changes` of its own parameters."""
         module, _, name = self.runner.partition(":")
         function: Callable[..., Points] = getattr(import_module(f"papers.{module}"), name)
-        return function(**{**self.params, **(self.full if full else {})})
+        changed = {name: value for name, value in changes.items() if name in self.params}
+        return function(**{**self.params, **(self.full if full else {}), **changed})
 
 
 class Entry(NamedTuple):
@@ -306,13 +309,43 @@ class Entry(NamedTuple):
         """True if --full changes the run."""
         return any(run.full for run in self.runs)
 
-    def run(self, full: bool = False) -> Reproduction:
-        """Run the runner and judge its points."""
-        if self.gpu:
+    def run(self, full: bool = False, changes: Point = ALL) -> Reproduction:
+        """Run the runner, with `changes` of its parameters, and judge its points."""
+        if self.gpu and changes.get("device") != "cpu":
             from quire.bench.replay import need_gpu
 
             need_gpu(f"quire reproduce: {self.about}")
-        return self.judge([point for run in self.runs for point in run.points(full)])
+        return self.judge([point for run in self.runs for point in run.points(full, changes)])
+
+    def changed(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return the changes of parameters that `texts` describe, NAME=VALUE with a value in JSON, or text. Raise
+        StartupError for a name that isn't one of a number, a text or a list, or for a value of another type."""
+        plain = {
+            name: value
+            for run in self.runs
+            for name, value in run.params.items()
+            if isinstance(value, str | int | float)
+            or (isinstance(value, tuple) and all(isinstance(item, str | int | float) for item in value))
+        }
+        changes: dict[str, Any] = {}
+        for text in texts:
+            name, _, written = text.partition("=")
+            if name not in plain:
+                raise StartupError(
+                    f"--set {text[:60]} names no parameter of it", f"Known: {', '.join(plain) or 'none'}"
+                )
+            try:
+                value = json.loads(written)
+            except ValueError:
+                value = written
+            before = plain[name]
+            value = tuple(value) if isinstance(value, list) else value
+            if isinstance(before, float) and type(value) is int:
+                value = float(value)
+            if type(value) is not type(before):
+                raise StartupError(f"--set {text[:60]} has another type than {before!r}", "Give such a value, in JSON")
+            changes[name] = value
+        return changes
 
     def results(self, points: Points) -> list[Result]:
         """Judge the claims."""

@@ -9,6 +9,7 @@ shares of a system's simulated capacity. The calibration comes from a separate r
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -18,8 +19,10 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from papers.serving import MANY, SHARED, SYSTEMS, Load
+from papers.entry import left_out
+from papers.serving import DEVICES, MANY, SHARED, SYSTEMS, Load, in_parallel, search
 from quire.bench.contexts import stop
+from quire.bench.machine import seconds_alive
 from quire.bench.shapes import built
 from quire.bench.simulate import read_deployment
 from quire.config import EngineConfig
@@ -70,10 +73,11 @@ class Place(NamedTuple):
     """A device and a load: an engine of `config`, and its simulation by the load's calibration.
 
     Requests are the same, in the same order, at any rate. With `config.prefix_tokens` the load's prefix is
-    registered."""
+    registered. The calibration is of one of the ranks' devices if `per_rank`, else of all of them together."""
 
     config: EngineConfig
     load: Load
+    per_rank: bool = False
 
     def trace(self, rate: float, seconds: float) -> list[TraceRequest]:
         """Return Poisson arrivals."""
@@ -85,7 +89,8 @@ class Place(NamedTuple):
 
     def simulation(self, kv_tokens: int | None = None) -> Simulation:
         """Return the simulation by the calibration."""
-        plant = read_deployment(replace(self.config, tp=1), self.load.calibration)  # it counts all GPUs as one
+        config = self.config if self.per_rank else replace(self.config, tp=1)
+        plant = read_deployment(config, self.load.calibration)
         plant = plant if kv_tokens is None else plant._replace(kv_tokens=kv_tokens, kv_bytes=0)
         made = plant.simulation()
         self.register_prefix(made.engine)
@@ -126,6 +131,9 @@ class Plan(NamedTuple):
     rate: float
     share: float
     span: Span
+
+    def label(self) -> str:
+        return f"{self.way} at {self.rate:.2f}/s"
 
     def trace(self) -> list[TraceRequest]:
         return self.place.trace(self.rate, self.span.end)
@@ -321,22 +329,93 @@ def by_rate(
     return _beside(plans, [plan for plan in plans if plan.share in real])
 
 
+def panel(
+    model: str, workload: str, tp: int, kv_tokens: int, device: str, dtype: str, calibration: str,
+    shares: Sequence[float], real: Sequence[float], ramp: float, seconds: float, drain: float, minutes: float,
+    knees: float = 0.0,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return simulated runs of vLLM and the three Orcas at shares of each one's capacity, and runs on this device at
+    those of `real`: of `model` with dummy weights on `tp` devices of the calibration, with `kv_tokens` tokens of KV.
+
+    The runs of a share come together, in the order of `real`. Those that would end more than `minutes` after this
+    process began are left out. With `knees` points have the highest rate (`knee`) that keeps LIMIT in simulated traces
+    of that many seconds."""
+    config = EngineConfig(
+        model_config=model, dummy_weights=True, dtype=dtype, device=device, tp=tp, kv_tokens=kv_tokens,
+        enable_prefix_caching=False, preemption="recompute", swap_gib=0.0, skip_tokenizer_init=True, rank_timeout=60.0,
+    )  # fmt: skip
+    settings = {name: getattr(config, name) for name in DEVICES}
+    place = Place(config, Load(calibration, workload, model, settings=settings), per_rank=True)
+    ways = {name: way for name, way in every_system(place).items() if way.config.memory != "ft"}
+    capacities = dict(zip(ways, in_parallel(Load.capacity, [(place.load, way.config.memory) for way in ways.values()])))
+    plans = [
+        Plan(name, ways[name], share * capacities[name], share, Span(ramp, seconds, seconds + drain * (share < 1)))
+        for share in dict.fromkeys((*real, *shares)) for name in ways
+    ]  # fmt: skip
+    simulated = in_parallel(Plan.simulate, [(plan, kv_tokens) for plan in plans])
+    measured, missing, _ = _measure([plan for plan in plans if plan.share in real], 60 * minutes)
+    found = in_parallel(
+        search, [(place.load, way.config.memory, knees, capacities[name]) for name, way in ways.items() if knees]
+    )
+    points = _joined(plans, measured, simulated)
+    points += [
+        {"system": name, "by": "simulated", "capacity": capacities[name], "knee": knee, "seconds": knees}
+        for name, (knee, _) in zip(ways, found)
+    ]
+    label = {"model": model, "workload": workload, "tp": tp, "kv_tokens": kv_tokens}
+    return [*({**label, **point} for point in points), *map(dict, left_out(missing))]
+
+
 def _beside(plans: Sequence[Plan], real: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Run the plans `real` on this device one after another and simulate all. Points have the requests `served` a
-    second; those of this device have the simulation's errors as shares."""
-    place = plans[0].place
-    with built(place.config) as made:
-        warm_up(made, place)
+    """Run the plans `real` on this device one after another and simulate all."""
+    measured, missing, tokens = _measure(real)
+    points = _joined(plans, measured, [plan.simulate(tokens) for plan in plans])
+    return [*points, *map(dict, left_out(missing))]
+
+
+def _measure(plans: Sequence[Plan], until: float = math.inf) -> tuple[list[dict[str, Any]], dict[str, str], int]:
+    """Run the plans on this device one after another, with one engine start. Return the points, the runs that are
+    missing, with the reason, and the tokens of the KV memory.
+
+    A run that would end later than `until` seconds after this process began is missing, and so are all after a run
+    that failed; without `until` an error is raised."""
+    measured: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
+    if not plans or seconds_alive() + plans[0].span.until > until:
+        return measured, dict.fromkeys(map(Plan.label, plans), "no time was left"), 0
+    with built(plans[0].place.config) as made:
+        warm_up(made, plans[0].place)
         freeze_loaded_objects()
-        measured = []
-        for plan in real:
-            engine = engine_of(made, plan.place.config)
-            plan.place.register_prefix(engine)
-            measured.append(run(engine, sleep_until, plan, "real"))
-        tokens = made.memory_plan.kv_tokens
-    simulated = [plan.simulate(tokens) for plan in plans]
-    by_plan = {(plan.way, plan.share): point for plan, point in zip(plans, simulated)}
-    for plan, point in zip(real, measured):
-        point |= {f"{name}_off": by_plan[plan.way, plan.share][name] / point[name] - 1 for name in OFF}
+        failed = ""
+        for plan in plans:
+            late = seconds_alive() + plan.span.until > until
+            if not (failed or late):
+                try:
+                    engine = engine_of(made, plan.place.config)
+                    plan.place.register_prefix(engine)
+                    point = run(engine, sleep_until, plan, "real")
+                    if point["tokens_per_s"]:
+                        measured.append(point)
+                    else:
+                        missing[plan.label()] = "no token came in the measured time"
+                    continue
+                except QuireError as error:
+                    if until == math.inf:
+                        raise
+                    failed = f"{type(error).__name__}: {error}"[:300]
+            missing[plan.label()] = failed or "no time was left"
+        return measured, missing, made.memory_plan.kv_tokens
+
+
+def _joined(
+    plans: Sequence[Plan], measured: Sequence[dict[str, Any]], simulated: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the points of this device, then the simulated ones, one for each plan. All have the requests `served` a
+    second; those of this device have the simulation's errors as shares."""
+    by_plan = {(point["system"], point["share"]): point for point in simulated}
     outputs = {plan.way: plan.place.mean_output() for plan in plans}
-    return [{**point, "served": point["tokens_per_s"] / outputs[point["system"]]} for point in (*measured, *simulated)]
+    beside = [
+        {**point, **{f"{name}_off": by_plan[point["system"], point["share"]][name] / point[name] - 1 for name in OFF}}
+        for point in measured
+    ]
+    return [{**point, "served": point["tokens_per_s"] / outputs[point["system"]]} for point in (*beside, *simulated)]

@@ -14,7 +14,7 @@ import pytest
 from waiting import wait_until
 
 from papers import ENTRIES, main
-from papers.entry import BY_ARITHMETIC, CITED, DIFFERS, HOLDS, MEASURED, MET, MISSED, VERDICTS, Points, Run
+from papers.entry import BY_ARITHMETIC, CITED, DIFFERS, HOLDS, MEASURED, MET, MISSED, VERDICTS, Point, Points, Run
 from quire.bench import machine
 from quire.errors import StartupError
 
@@ -27,7 +27,8 @@ MIXED = {  # of whose numbers some are claimed by nobody
 APART = {  # they have tests of their own
     "fig1", "fig2", "fig11", "fig13", "fig14", "fig15", "fig16", "fig17", "fig18b", "fig19a", "fig19b", "table-scope",
     "step-overhead", "x4", "r1", "c1", "c5", "vattention-table3", "vattention-table7", "vattention-fig11",
-    "vattention-x2", "vattention-views", *(name for name in ENTRIES if name.startswith(("fig12", "jenga-"))),
+    "vattention-x2", "vattention-views", "llama-70b-tp",
+    *(name for name in ENTRIES if name.startswith(("fig12", "jenga-"))),
 } - MIXED  # fmt: skip
 
 
@@ -112,10 +113,10 @@ def test_a_terminal_shows_how_long_an_entry_runs(monkeypatch: pytest.MonkeyPatch
     stream, points = io.StringIO(), Run.points
     monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
 
-    def slow(run: Run, full: bool) -> Points:
+    def slow(run: Run, full: bool, changes: Point) -> Points:
         if terminal:
             wait_until(lambda: "x1: 0 s; it takes seconds" in stream.getvalue(), "no time is shown")
-        return points(run, full)
+        return points(run, full, changes)
 
     monkeypatch.setattr(Run, "points", slow)
     monkeypatch.setattr("papers.SHOWN_AFTER", 0.0)
@@ -135,6 +136,22 @@ def test_without_matplotlib(
         assert [path.name for path in tmp_path.iterdir()] == ["x1.json"]
     with pytest.raises(StartupError, match="matplotlib is not installed"):
         main(["--draw", str(tmp_path)])
+
+
+def test_parameters_are_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = ENTRIES["fig12c-gpu"]
+    texts = ["tp=2", "model=opt-125m", "seconds=30", "real=[1.3, 0.5]", "device=cpu"]
+    changes = {"tp": 2, "model": "opt-125m", "seconds": 30.0, "real": (1.3, 0.5), "device": "cpu"}
+    assert entry.changed(texts) == changes
+    assert type(entry.changed(["seconds=30"])["seconds"]) is float
+    for wrong, why in (
+        ("speed=2", "names no parameter.*Known: model, workload, tp"), ("tp=two", "another type than 8"),
+        ("tp=2.5", "another type than 8"), ("real=1", "another type"), ("tp", "another type"),
+    ):  # fmt: skip
+        with pytest.raises(StartupError, match=why):
+            main(["fig12c-gpu", "--set", wrong])
+    with pytest.raises(StartupError, match="Known: none"):
+        main(["fig2", "--set", "cases=[]"])
 
 
 def test_simulated_is_of_all() -> None:

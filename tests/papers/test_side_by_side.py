@@ -14,9 +14,10 @@ from papers import side_by_side
 from papers.entry import MEASURED, Result
 from papers.pagedattention import ENTRIES
 from papers.serving import SYSTEMS, Load
-from papers.side_by_side import Place, Span, by_rate, engine_of, every_system, one_rate, serve, sleep_until
+from papers.side_by_side import Place, Plan, Span, by_rate, engine_of, every_system, one_rate, serve, sleep_until
 from quire.bench.shapes import built
 from quire.config import EngineConfig
+from quire.errors import QuireError
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import StepPlan
 from quire.sim.simulation import TraceRequest
@@ -104,6 +105,87 @@ def test_two_ranks_at_a_small_scale(name: str) -> None:
         ["1.7-2.7", "2.7-8", "up to 22, of (a) to (c)"] if name == "fig12b-gpu" else []
     )
     assert not any("off by" in result.what for result in results)
+
+
+SMALL = {
+    "model": "opt-125m", "kv_tokens": 4096, "tp": 2, "device": "cpu", "dtype": "float32", "ramp": 0.1, "seconds": 0.5,
+    "drain": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate in this process."""
+    monkeypatch.setattr(side_by_side, "in_parallel", lambda function, jobs: [function(*job) for job in jobs])
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_what_eight_gpus_would_do_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates by share of the capacity, for a model divided among ranks; nothing is built."""
+    monkeypatch.setattr(side_by_side, "built", None)
+    monkeypatch.setattr(side_by_side, "search", lambda load, memory, seconds, start: (start + load.settings["tp"], []))
+    first, second = ENTRIES["fig12-tp8"].runs
+    assert (first.params["tp"], first.params["model"], first.params["kv_tokens"]) == (8, "opt-175b", 60_112)
+    changes = {**SMALL, "model": "opt-13b", "shares": (0.8, 1.3)}
+    points = [*first.points(False, changes), *second.points(False, changes)]
+    capacities = {(p["workload"], p["system"]): p["capacity"] for p in points if "knee" in p}
+    assert len(capacities) == 2 * 4
+    assert [p["knee"] for p in points if "knee" in p] == [rate + 2 for rate in capacities.values()]
+    assert {point["by"] for point in points} == {"simulated"}
+    rates = {(p["workload"], p["system"], p["share"]): p["rate"] for p in points if "share" in p}
+    assert len(rates) == 2 * 4 * 2
+    assert all(rate == pytest.approx(key[2] * capacities[key[:2]]) for key, rate in rates.items())
+    of_four = first.points(False, {**changes, "tp": 4, "shares": (), "knees": 1.0})
+    assert all(point["capacity"] > capacities["sharegpt", point["system"]] for point in of_four)
+    results = judged("fig12-tp8", points)
+    assert [result.verdict for result in results] == [MEASURED] * 6
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_a_panel_of_several_ranks_at_a_small_scale() -> None:
+    """Runs of this device are at the rates of simulated ones, and the reason is given for those that are left out."""
+    [run] = ENTRIES["fig12f-gpu"].runs
+    points = run.points(False, {**SMALL, "real": (1.3,)})
+    real = [point for point in points if point.get("by") == "real"]
+    left = [point for point in points if "why" in point]
+    assert len(real) + len(left) == 4
+    assert real
+    assert {point["why"] for point in left} <= {"no token came in the measured time"}
+    by_rate = {(p["system"], p["rate"]): p for p in points if p.get("by") == "simulated"}
+    for point in real:
+        ahead = by_rate[point["system"], point["rate"]]
+        assert point["batch_off"] == pytest.approx(ahead["batch"] / point["batch"] - 1)
+    assert judged("fig12f-gpu", points)
+
+
+@pytest.mark.usefixtures("in_turn")
+def test_a_panel_without_time_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "built", None)
+    [run] = ENTRIES["fig12c-gpu"].runs
+    points = run.points(False, {**SMALL, "minutes": 0.0})
+    assert [point["why"] for point in points if "why" in point] == ["no time was left"] * 8
+    results = judged("fig12c-gpu", points)
+    assert {result.real_or_simulated for result in results} == {"simulated"}
+
+
+def test_a_run_that_fails_leaves_out_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Points before it are kept; without a deadline the error is raised."""
+    plans = [Plan(f"way {i}", PLACE, 4.0, 0.8, Span(0.1, 0.5, 0.6)) for i in range(3)]
+    runs: list[str] = []
+
+    def fail_second(engine: Any, wait: Any, plan: Plan, by: str) -> dict[str, Any]:
+        runs.append(plan.way)
+        if len(runs) == 2:
+            raise QuireError("rank 3 was ended by signal 9")
+        return {"system": plan.way, "tokens_per_s": 1.0}
+
+    monkeypatch.setattr(side_by_side, "run", fail_second)
+    measured, missing, _ = side_by_side._measure(plans, 1e9)
+    assert [point["system"] for point in measured] == ["way 0"]
+    assert missing == dict.fromkeys(("way 1 at 4.00/s", "way 2 at 4.00/s"), "QuireError: rank 3 was ended by signal 9")
+    runs.clear()
+    with pytest.raises(QuireError, match="rank 3"):
+        side_by_side._measure(plans)
 
 
 def test_a_registered_prefix_at_a_small_scale() -> None:

@@ -1,0 +1,74 @@
+#!/bin/sh
+# Measure tensor parallelism over N GPUs of one machine beside what was predicted: tools/several_gpus.sh N OUT [PART...]
+#
+# Parts, each with a time limit of its own, after which the next one starts:
+#   sums    sums over ranks, beside NCCL and torch (150 s)
+#   llama   throughput of Llama-3-70B's shape, and its errors by simulation (240 and 90 s)
+#   vllm    the same by vLLM, if SITE has its packages and PEERS bench_vllm.py (330 s)
+#   opt-c   Figure 12c: OPT-175B's shape under ShareGPT's lengths, vLLM's memory and three Orcas (570 s)
+#   opt-f   Figure 12f: the same under Alpaca's (570 s)
+#
+# OUT gets a JSON document a part and log.txt, which has each run as soon as it ends. Variables for other machines:
+# LLAMA, a model config; WORKLOADS, such as "64:16@4"; SET, changes of the parameters of Figure 12, such as
+# "model=opt-13b kv_tokens=15728"; PYTHON.
+set -u
+ranks=$1
+mkdir -p "$2"
+out=$(cd "$2" && pwd)
+shift 2
+[ $# -gt 0 ] || set -- sums llama opt-c opt-f
+root=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3} llama=${LLAMA:-llama3-70b} sets=
+for change in "tp=$ranks" ${SET:-}; do sets="$sets --set $change"; done
+workloads=
+for name in ${WORKLOADS:-128:128@1 1000:128@1 1000:128@32 1024:128@512 128:1024@256}; do
+    workloads="$workloads --workload fixed:$name"
+done
+# NVLink's multicast of one program can put the GPUs of others out of service.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
+export PYTHONUNBUFFERED=1 PYTHONPATH="$root/src:$root${SITE:+:$SITE}"
+
+limited() { # SECONDS COMMAND...: run it in this checkout; what it prints goes to the log too
+    seconds=$1
+    shift
+    echo "== $(date -u +%H:%M:%S) $*"
+    (cd "$root" && timeout -k 15 "$seconds" "$@" 2>&1)
+    echo "== exit status $? (124 or 137: it took longer than $seconds s)"
+}
+
+quire() { # SECONDS ARGUMENTS...
+    seconds=$1
+    shift
+    limited "$seconds" "$python" -m quire "$@"
+}
+
+{
+    nvidia-smi --query-gpu=name --format=csv,noheader 2>&1 || echo "no nvidia-smi"
+    git -C "$root" describe --always --dirty --abbrev=12 2>&1
+    for part; do
+        case $part in
+        sums) quire 150 bench parallel --ranks "$ranks" --part exchange --minutes 2.2 --out "$out/exchange.json" ;;
+        llama)
+            # shellcheck disable=SC2086
+            quire 240 bench throughput --model-config "$llama" --dummy-weights --tp "$ranks" --max-model-len 2048 \
+                --no-enable-prefix-caching --warmup 0 --repeat 1 $workloads --out "$out/llama.json"
+            [ "$llama" != llama3-70b ] || quire 90 reproduce llama-70b-tp --set "ranks=[$ranks]" \
+                --set "measured=$out/llama.json" --no-pictures --out "$out"
+            ;;
+        vllm)
+            if [ -d "${SITE:-}/vllm" ] && [ -f "${PEERS:-}/bench_vllm.py" ]; then
+                export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 REPS=1
+                export TMPDIR="${TMPDIR:-/tmp}" VLLM_WORKER_MULTIPROC_METHOD=spawn VLLM_LOGGING_LEVEL=WARNING
+                export VLLM_ARGS="{\"tensor_parallel_size\": $ranks}"
+                # shellcheck disable=SC2086,SC2046
+                limited 330 "$python" "$PEERS/bench_vllm.py" "$llama" $(echo "$workloads" | sed 's/--workload//g')
+            else
+                echo "vllm: left out, since SITE has no vLLM or PEERS no bench_vllm.py"
+            fi
+            ;;
+        # shellcheck disable=SC2086
+        opt-c | opt-f) quire 570 reproduce "fig12${part#opt-}-gpu" $sets --no-pictures --out "$out" ;;
+        *) echo "there is no part $part" && exit 2 ;;
+        esac
+    done
+} | tee -a "$out/log.txt"
