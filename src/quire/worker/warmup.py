@@ -2,7 +2,8 @@
 the largest step's memory is allocated before the first request.
 
 All rows are padding (slot 0), whose pages and samples are not used. If no kernels are cached on disk, compilation is
-most of the work; it releases the interpreter's lock, so several threads compile first.
+most of the work: first several threads run steps, and wait for the processes that compile (see
+quire.kernels.triton.compile_process), or compile themselves if there are none.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from quire.worker.sampler import Sampler
 from quire.worker.store import Store
 
 if TYPE_CHECKING:
+    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.worker.cuda_graphs import DecodeGraphs
     from quire.worker.mixed_graphs import MixedGraphs
 
@@ -51,6 +53,7 @@ class WarmupRunner(Protocol):
     sampler: Sampler
     image_inputs: ImageInputs | None
     prompt_lengths: PromptLengths | None
+    kernel_compiler: KernelCompiler | None
 
     @property
     def decode_graphs(self) -> Any:
@@ -105,12 +108,11 @@ def _compile_kernels(runner: WarmupRunner) -> None:
     wait for each other's compilations as late as possible."""
     from triton.runtime.errors import OutOfResources
 
-    from quire.kernels.triton.compile_locks import lock_compilation, serialize_module_loading
+    from quire.kernels.triton.compile_locks import serialize_module_loading
 
     serialize_module_loading()
     tasks, exchange = list(_compile_tasks(runner)), runner.exchange
     if exchange is not None:
-        lock_compilation()
         begin = len(tasks) * exchange.shard.tp_rank // exchange.shard.tp_size
         tasks = tasks[begin:] + tasks[:begin]
     pool = ThreadPoolExecutor(min(COMPILE_THREADS, os.cpu_count() or 1))
@@ -158,14 +160,25 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
     dtypes = {torch.float32, *([runner.dtype] if decode_graphs is None else [])}
     yield from runner.sampler.warmup_tasks(dtypes, slots)
     if decode_graphs is not None:
-        for size in decode_graphs.capture_sizes:
-            if 1 < size <= MAX_PARALLEL_ROWS and size & (size - 1) == 0:
-                for has_images in decode_graphs.image_variants:
-                    yield partial(decode_graphs.warmup, size, has_images)
+        steps = [
+            (size, partial(decode_graphs.warmup, size, has_images))
+            for size in decode_graphs.capture_sizes if 1 < size <= MAX_PARALLEL_ROWS
+            for has_images in decode_graphs.image_variants
+        ]  # fmt: skip
         if (mixed_graphs := runner.mixed_graphs) is not None:
-            for num_tokens, num_decode_rows in mixed_graphs.half_sizes(MAX_PARALLEL_ROWS)[0]:
-                if num_tokens & (num_tokens - 1) == 0:
-                    yield partial(mixed_graphs.warmup, num_tokens, num_decode_rows)
+            steps += [
+                (tokens, partial(mixed_graphs.warmup, tokens, decode_rows))
+                for tokens, decode_rows in mixed_graphs.half_sizes(MAX_PARALLEL_ROWS)[0]
+            ]
+        yield from (step for size, step in steps if size & (size - 1) == 0)
+        if (compiler := runner.kernel_compiler) is not None:  # few other sizes need kernels of their own
+            yield from (partial(_run_if_compiling, compiler, step) for size, step in steps if size & (size - 1))
+
+
+def _run_if_compiling(compiler: KernelCompiler, step: Callable[[], None]) -> None:
+    """Run a step if kernels of steps before it weren't on disk."""
+    if compiler.num_requests:
+        step()
 
 
 def _warmup_plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
