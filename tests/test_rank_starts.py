@@ -59,7 +59,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
 def test_whatever_goes_wrong_ends_them(
     ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:
-    def wrong(*_: Any) -> None:
+    def wrong(*_: Any, **__: Any) -> None:
         raise error
 
     if step != "import_module":

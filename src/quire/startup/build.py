@@ -4,6 +4,7 @@ This is the one place where these are joined. Every failure is a StartupError wi
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     from quire.text.chat_template import ChatTemplate
     from quire.text.images.loader import ImageLoader
     from quire.text.tokenizer import Tokenizer
+
+log = logging.getLogger("quire.startup")
 
 
 class BuiltEngine(NamedTuple):
@@ -163,6 +166,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         kernel_compiler = None if config.has_rank_processes else start_kernel_compiler(config)
         preallocate_weights(config, checkpoint)
         import_module("torch")
+        log.debug("torch is imported")
         tokenizer, chat_template = read_tokenizer_and_template(config, checkpoint, renderer)
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
         image_loader = read_image_loader(config, checkpoint, tokenizer)
@@ -273,6 +277,7 @@ def _assemble(
     plan = (
         pool_member.plan if pool_member is not None else _plan_memory(sized, checkpoint, dtype, device, remote_runner)
     )
+    log.debug("the device is open")
     eos_ids = collect_eos_ids(checkpoint, tokenizer_eos_ids)
     with _report_out_of_memory(device):
         runner = _make_runner(
@@ -290,6 +295,7 @@ def _assemble(
     assert config.max_num_batched_tokens is not None, "sized above"
     with _report_out_of_memory(device):
         runner.bind(memory.kv_config)
+        log.debug("pages are allocated")
         if config.warm_up:
             runner.warm_up(config.max_num_batched_tokens, plan.max_len)
     limits = _engine_limits(config, checkpoint.spec, plan, memory.kv_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from quire.models.transformers_model import TransformersModel
     from quire.weights.loader import LoadedFiles
 
+log = logging.getLogger("quire.startup")
 MIN_COMPILED_AT_ONCE, MAX_COMPILED_AT_ONCE = 3, 16
 """Kernels that are compiled at once. With fewer cores threads compile them as fast."""
 
@@ -148,6 +150,7 @@ def build_runner(
     if device.type == "cuda":  # while weights are loaded
         threading.Thread(target=hash_triton, name="quire-imports", daemon=True).start()
     model, draft = make_model(progress), checkpoint.draft
+    log.debug("weights are loaded")
     speculation: dict[str, Any] = {
         "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
     }  # fmt: skip

@@ -8,6 +8,7 @@ quire.kernels.triton.compile_process), or compile themselves if there are none.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from quire.worker.cuda_graphs import DecodeGraphs
     from quire.worker.mixed_graphs import MixedGraphs
 
+log = logging.getLogger("quire.startup")
 COMPILE_THREADS = 16
 MAX_PARALLEL_ROWS = 256  # rows of steps that run side by side: the logits of all of them are in memory
 SAMPLING_KINDS = (  # parameters, and the number of log-probabilities
@@ -75,6 +77,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
     """Run steps of all kinds, the largest of `max_tokens` tokens in sequences of up to `max_len`."""
     with nullcontext() if runner.exchange is None else runner.exchange.warming_up():
         _compile_kernels(runner)
+    log.debug("kernels are compiled and loaded")
     torch.cuda.empty_cache()  # memory of the threads
     decode_graphs: DecodeGraphs | None = runner.decode_graphs
     mixed_graphs = runner.mixed_graphs
@@ -90,6 +93,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
                 for size in second_sizes:
                     mixed_graphs.capture_second_half(size)
         torch.cuda.empty_cache()  # memory of the runs before the captures; that of the steps below stays allocated
+        log.debug("graphs are captured")
     if runner.image_inputs is not None:
         with torch.inference_mode():
             runner.image_inputs.warmup()
@@ -100,6 +104,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
         runner.run_without_mixed_graphs(plan)  # some steps with prompts have no graph, and need these kernels
     runner.store.clear_scratch()  # results of padding may not be finite
     torch.cuda.synchronize(runner.device)
+    log.debug("steps of all kinds have run")
 
 
 def _compile_kernels(runner: WarmupRunner) -> None:
