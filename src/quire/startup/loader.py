@@ -118,7 +118,6 @@ def build_runner(
     any. `kernel_compiler` compiles its kernels, if given."""
     import torch
 
-    from quire.kernels.triton.compile_process import hash_triton
     from quire.layers.prepare import connect_ranks
     from quire.models.speculation_heads import SpeculationHead
     from quire.worker.model_runner import ModelRunner
@@ -148,6 +147,8 @@ def build_runner(
         return draft
 
     if device.type == "cuda":  # while weights are loaded
+        from quire.kernels.triton.compile_process import hash_triton
+
         threading.Thread(target=hash_triton, name="quire-imports", daemon=True).start()
     model, draft = make_model(progress), checkpoint.draft
     log.debug("weights are loaded")

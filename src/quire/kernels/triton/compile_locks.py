@@ -49,12 +49,15 @@ def compile_once(compiler: KernelCompiler | None = None) -> Iterator[None]:
     others wait until it is in the cache. `compiler` compiles it, if given."""
     compiled = JITFunction._do_compile
 
-    def compile_locked(self: Any, key: Any, *arguments: Any, **options: Any) -> Any:
+    def compile_locked(self: Any, key: Any, signature: Any, device: Any, *arguments: Any, **options: Any) -> Any:
         fix_cache_key(self)
         with _compile_lock(f"{self.cache_key} {key}"):
-            if compiler is not None:
-                compiler.compile(self, key, *arguments, **options)
-            return compiled(self, key, *arguments, **options)
+            loaded = self.device_caches[device][0]
+            if key not in loaded:  # else another thread was first
+                if compiler is not None:
+                    compiler.compile(self, key, signature, device, *arguments, **options)
+                compiled(self, key, signature, device, *arguments, **options)
+            return loaded.get(key)
 
     JITFunction._do_compile = compile_locked
     try:
