@@ -6,10 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from quire.config import EngineConfig
-from quire.startup import loader
+from quire.errors import StartupError
+from quire.kernels.triton import compile_process
+from quire.startup import build, loader
 
 
 def test_compiled_there_and_found_here(tmp_path: Path) -> None:
@@ -32,6 +38,53 @@ def test_compiled_there_and_found_here(tmp_path: Path) -> None:
     assert requests <= 5 + 2 + 1, "a process that is known to be lost is asked nothing"
 
 
-def test_no_process_without_a_gpu_or_warm_up() -> None:
+class StandIn:
+    """In place of a KernelCompiler."""
+
+    made: list[StandIn]
+
+    def __init__(self, processes: int) -> None:
+        self.processes, self.closed = processes, False
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """What is started on a machine with a GPU and 40 cores."""
+    monkeypatch.setattr(loader, "GPU_DEVICE_FILES", (__file__,))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(40)))
+    monkeypatch.setattr(compile_process, "KernelCompiler", StandIn)
+    monkeypatch.setattr(StandIn, "made", [], raising=False)
+    return StandIn.made
+
+
+def test_how_many_are_compiled_at_once(made: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks in (1, 4, 13, 14):
+        loader.start_kernel_compiler(EngineConfig(), ranks)
+    assert [one.processes for one in made] == [16, 10, 3], "with fewer cores none is started"
     assert loader.start_kernel_compiler(EngineConfig(device="cpu")) is None
     assert loader.start_kernel_compiler(EngineConfig(warm_up=False)) is None
+    monkeypatch.setattr(loader, "GPU_DEVICE_FILES", ())
+    assert loader.start_kernel_compiler(EngineConfig()) is None
+
+
+@pytest.mark.parametrize("error", [None, StartupError("no")])
+def test_it_ends_with_the_start(
+    made: list[StandIn], monkeypatch: pytest.MonkeyPatch, error: StartupError | None
+) -> None:
+    given: list[StandIn | None] = []
+
+    def build_engine(*_: Any, kernel_compiler: StandIn | None, **__: Any) -> tuple[None, None, tuple[str, ...]]:
+        given.append(kernel_compiler)
+        if error is not None:
+            raise error
+        return None, None, ()
+
+    monkeypatch.setattr(build, "build_engine", build_engine)
+    with pytest.raises(StartupError) if error is not None else nullcontext():
+        build.build(EngineConfig(skip_tokenizer_init=True))
+    assert given == made
+    assert [one.closed for one in made] == [True]
