@@ -226,6 +226,25 @@ def test_nothing_where_a_gpu_may_compute(
     assert asked[1:] == [0]
 
 
+@pytest.mark.parametrize("status", [0, 100])
+def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    calls: list[str] = []
+    names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
+    driver = SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) or status for name in names})
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(module.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
+    module.open_gpu(EngineConfig())
+    monkeypatch.setattr("os.path.exists", lambda path: path in GPU_DEVICE_FILES)
+    for config in (EngineConfig(device="cpu"), EngineConfig(tp=2)):
+        module.open_gpu(config)
+    assert calls == []
+    module.open_gpu(EngineConfig())
+    assert calls == list(names[: 1 if status else 3]), "no call follows one that fails"
+    monkeypatch.undo()
+    if not Path("/dev/nvidiactl").exists():
+        module._open_first_gpu()  # without the library
+
+
 def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> None:
         weight_arena().prefault(1 << 20)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,7 +66,7 @@ from quire.startup.memory_plan import (
     describe_pages,
     plan_memory,
 )
-from quire.startup.prealloc import preallocate_weights
+from quire.startup.prealloc import open_gpu, preallocate_weights
 from quire.startup.speculation import check_speculation
 
 if TYPE_CHECKING:
@@ -164,6 +165,8 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         checkpoint = read_checkpoint(config)
         ranks = start_ranks(config, checkpoint)
         kernel_compiler = None if config.has_rank_processes else start_kernel_compiler(config)
+        if "torch" not in sys.modules:  # else another GPU may have been chosen
+            open_gpu(config)
         preallocate_weights(config, checkpoint)
         import_module("torch")
         log.debug("torch is imported")

@@ -29,10 +29,11 @@ def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGram
     from quire.startup.build import build_engine
     from quire.startup.checkpoint import read_checkpoint
     from quire.startup.loader import start_kernel_compiler
-    from quire.startup.prealloc import preallocate_weights
+    from quire.startup.prealloc import open_gpu, preallocate_weights
 
     config = hello.config
     kernel_compiler = None if config.has_rank_processes else start_kernel_compiler(config)
+    open_gpu(config)
     source = read_checkpoint(config)
     preallocate_weights(config, source)
     engine, plan, notices = build_engine(
