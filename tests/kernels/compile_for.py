@@ -370,6 +370,8 @@ def apart() -> None:
     def launch(rows: int) -> None:
         norm.rms_norm(zeros(rows, 256), zeros(256), 1e-5, delta=zeros(rows, 256))
         low_bit.expand(low_bit_matrix(256, 256), DTYPE)  # with inline assembly, and constants of its module
+        cache = LayerCache(*zeros(8, 2, 1, 16, 64).unbind(1), 4, 1.0)  # for two kernels that call the same functions
+        decode.decode(zeros(rows, 4, 64), cache, ints(3, 8), ints(rows), ints(rows), splits=2, pdl=PDL)
 
     def hits(step: Any) -> list[int]:
         seen.clear()

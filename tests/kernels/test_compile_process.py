@@ -29,13 +29,11 @@ def test_compiled_there_and_found_here(tmp_path: Path) -> None:
     result = json.loads(done.stdout)
     assert result["refused"] == [False] * 5
     (compiled, read), requests = result["at once"]
-    assert (compiled, read, requests) == (0, 2, 2), (
-        "each of two kernels once, though four threads need it, and none of them here"
-    )
+    assert (compiled, read, requests) == (0, 4, 4), "four kernels, which four threads need, once each and not here"
     assert result["dead"] == [1, 0], "compiled here"
     (compiled, read), requests = result["later"]
     assert (compiled, read) == (1, 0)
-    assert requests <= 5 + 2 + 1, "a process that is known to be lost is asked nothing"
+    assert requests <= 5 + 4 + 1, "a process that is known to be lost is asked nothing"
 
 
 class StandIn:

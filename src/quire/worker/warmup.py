@@ -153,9 +153,10 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
         store = runner.store
         kinds = {(c.plan_key, c.kv_heads, c.head_dim): c for c in store.caches.values()}
         for cache in kinds.values():
+            # Of all kernels, that for long prompts takes longest to compile.
+            yield partial(runner.backend.warmup_long, cache, store.tables[cache.group])
             for rows in representative_batches(slots, cache, runner.device, runner.backend.shared_rows(cache)):
                 yield partial(runner.backend.warmup, rows, cache, store.tables[cache.group])
-            yield partial(runner.backend.warmup_long, cache, store.tables[cache.group])
         for cache in {c.plan_key: c for c in store.cross_caches.values()}.values():
             entries = store.tables[cache.group].view(-1, 1)  # see quire.worker.cross_attention
             yield partial(runner.backend.warmup_bidirectional, cache, entries)
