@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import sha256
@@ -70,18 +71,21 @@ class KernelCompiler:
         _, _, target, backend, _ = kernel.device_caches[device]
         if _is_on_disk(kernel.ASTSource(kernel, signature, constexprs, attrs), backend, options):
             return True
-        newer = () if version == "3.6" else (target,)
+        newer, launched = ((), list(signature.values())) if version == "3.6" else ((target,), [])
         try:
             specialization = jit.serialize_specialization_data(
                 jit.get_full_name(kernel.fn), signature, constexprs, attrs, options, key, *newer
             )
         except TypeError:  # a constant that isn't JSON
             return False
-        return self.request(kernel.module, kernel.fn.__name__, specialization, list(vars(target).values()))
+        return self.request(kernel.module, kernel.fn.__name__, specialization, list(vars(target).values()), launched)
 
-    def request(self, module: str, name: str, specialization: str, target: list[Any]) -> bool:
+    def request(
+        self, module: str, name: str, specialization: str, target: list[Any], launched: Sequence[str] = ()
+    ) -> bool:
         """Compile the kernel `name` of `module` for a `target` (the arguments of GPUTarget), and wait for that. Return
-        False if it could not be compiled."""
+        False if it could not be compiled. `launched` are the types of its arguments if Triton compiles a launcher for
+        them, which is not waited for."""
         answer = Future[bool]()
         with self._lock:
             process = self._process
@@ -89,7 +93,8 @@ class KernelCompiler:
                 return False
             self.num_requests += 1
             self._waiting[self.num_requests] = answer
-            line = json.dumps([self.num_requests, module, name, specialization, target]).encode() + b"\n"
+            request = [self.num_requests, launched, module, name, specialization, target]
+            line = json.dumps(request).encode() + b"\n"
             try:
                 while line:
                     line = line[process.stdin.write(line) :]
@@ -192,11 +197,19 @@ def _compile(module: str, name: str, specialization: str, target: list[Any]) -> 
     kernel.preload(specialization)
 
 
-def _run_child(request: bytes, answer: int) -> NoReturn:
-    """Carry out a request in a forked process, and end it. `answer` is a pipe for the result."""
+def _build_launcher(types: list[str]) -> None:
+    """Compile the C module through which Triton 3.6 launches kernels with arguments of these types."""
+    from triton.backends.nvidia import driver
+    from triton.runtime.build import compile_module_from_src
+
+    source = driver.make_launcher({}, dict(enumerate(types)), None)
+    compile_module_from_src(source, "__triton_launcher", driver.library_dirs(), driver.include_dirs, driver.libraries)
+
+
+def _run_child(answer: int, work: Callable[..., None], *arguments: Any) -> NoReturn:
+    """Do the work of a forked process, and end it. `answer` is a pipe for the result."""
     try:
-        _, *arguments = json.loads(request)
-        _compile(*arguments)
+        work(*arguments)
         os.write(answer, b"1")
     finally:
         os._exit(0)
@@ -210,7 +223,8 @@ class Server:
         self.selector = selectors.DefaultSelector()
         self.selector.register(STDIN, selectors.EVENT_READ)
         self.requests: deque[bytes] = deque()
-        self.children: dict[int, tuple[int, int]] = {}  # by the pipe of the result: process, number of the request
+        self.children: dict[int, tuple[int, int]] = {}  # by the pipe of the result: process, number of the request or 0
+        self.launchers: list[list[str]] = []  # the types of their arguments
 
     def run(self) -> None:
         """Serve until standard input ends."""
@@ -228,14 +242,22 @@ class Server:
                 self._begin(self.requests.popleft())
 
     def _begin(self, request: bytes) -> None:
-        """Start a request's process. Its end of the pipe is closed when it ends, however it ends."""
+        """Start a request's process, and before it that of the launcher, unless there was one."""
+        number, launched, *arguments = json.loads(request)
+        if launched and launched not in self.launchers:
+            self.launchers.append(launched)
+            self._fork(0, _build_launcher, launched)
+        self._fork(number, _compile, *arguments)
+
+    def _fork(self, number: int, work: Callable[..., None], *arguments: Any) -> None:
+        """Start a process. Its end of the pipe is closed when it ends, however it ends."""
         result, answer = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(self.answers)
-            _run_child(request, answer)
+            _run_child(answer, work, *arguments)
         os.close(answer)
-        self.children[result] = pid, json.loads(request)[0]
+        self.children[result] = pid, number
         self.selector.register(result, selectors.EVENT_READ)
 
     def _end(self, result: int) -> None:
@@ -245,7 +267,8 @@ class Server:
         self.selector.unregister(result)
         os.close(result)
         os.waitpid(pid, 0)
-        os.write(self.answers, b"%d %s\n" % (number, compiled))
+        if number:
+            os.write(self.answers, b"%d %s\n" % (number, compiled))
 
 
 def main() -> None:
