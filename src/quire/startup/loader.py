@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -149,7 +149,8 @@ def build_runner(
     if device.type == "cuda":  # while weights are loaded
         from quire.kernels.triton.compile_process import hash_triton
 
-        threading.Thread(target=hash_triton, name="quire-imports", daemon=True).start()
+        with suppress(ImportError):  # another version of Triton's
+            hash_triton()
     model, draft = make_model(progress), checkpoint.draft
     log.debug("weights are loaded")
     speculation: dict[str, Any] = {

@@ -128,13 +128,14 @@ class KernelCompiler:
                 self._waiting.clear()
 
 
-def hash_triton() -> None:
-    """Compute the digest of Triton's files, a part of all keys in its cache: half a second, mostly without the
-    interpreter's lock. Triton keeps it."""
-    with suppress(ImportError):
-        from triton.runtime.cache import triton_key
+def hash_triton() -> threading.Thread:
+    """Import Triton, and return a thread that computes the digest of its files, a part of all keys in its cache: 400
+    MB, mostly without the interpreter's lock. Triton keeps it."""
+    from triton.runtime.cache import triton_key
 
-        triton_key()
+    thread = threading.Thread(target=triton_key, name="quire-triton-key", daemon=True)
+    thread.start()
+    return thread
 
 
 def _is_on_disk(source: Any, backend: Any, options: Any) -> bool:
@@ -273,15 +274,13 @@ class Server:
 
 def main() -> None:
     """Run the server. The argument is how many kernels it compiles at a time."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # of a terminal, or a service manager; the server ends with its input
+    # A terminal or a service manager sends these to all processes; this one ends with its input.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     answers = os.dup(STDOUT)
     os.dup2(2, STDOUT)  # what compilers print is no answer
     gc.disable()
-    hash_triton()
+    hash_triton().join()
     package = import_module(PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{PACKAGE}."):
         with suppress(Exception):  # one of other GPUs
