@@ -68,15 +68,15 @@ class KernelCompiler:
         version = ".".join(triton.__version__.split(".")[:2])
         if self._process is None or version not in VERSIONS:
             return False
-        _, _, target, backend, _ = kernel.device_caches[device]
-        if _is_on_disk(kernel.ASTSource(kernel, signature, constexprs, attrs), backend, options):
-            return True
-        newer, launched = ((), list(signature.values())) if version == "3.6" else ((target,), [])
         try:
+            _, _, target, backend, _ = kernel.device_caches[device]
+            if _is_on_disk(kernel.ASTSource(kernel, signature, constexprs, attrs), backend, options):
+                return True
+            newer, launched = ((), list(signature.values())) if version == "3.6" else ((target,), [])
             specialization = jit.serialize_specialization_data(
                 jit.get_full_name(kernel.fn), signature, constexprs, attrs, options, key, *newer
             )
-        except TypeError:  # a constant that isn't JSON
+        except Exception:  # a constant that isn't JSON, or whatever differs in this release
             return False
         return self.request(kernel.module, kernel.fn.__name__, specialization, list(vars(target).values()), launched)
 
