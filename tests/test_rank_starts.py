@@ -59,7 +59,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> type[Stand]:
 def test_whatever_goes_wrong_ends_them(
     ranks: type[Stand], monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
 ) -> None:
-    def wrong(*_: Any) -> None:
+    def wrong(*_: Any, **__: Any) -> None:
         raise error
 
     if step != "import_module":
@@ -224,6 +224,25 @@ def test_nothing_where_a_gpu_may_compute(
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
     preallocate_weights(CONFIG, source._replace(path=tmp_path))
     assert asked[1:] == [0]
+
+
+@pytest.mark.parametrize("status", [0, 100])
+def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    calls: list[str] = []
+    names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
+    driver = SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) or status for name in names})
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(module.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
+    module.open_gpu(EngineConfig())
+    monkeypatch.setattr("os.path.exists", lambda path: path in GPU_DEVICE_FILES)
+    for config in (EngineConfig(device="cpu"), EngineConfig(tp=2)):
+        module.open_gpu(config)
+    assert calls == []
+    module.open_gpu(EngineConfig())
+    assert calls == list(names[: 1 if status else 3]), "no call follows one that fails"
+    monkeypatch.undo()
+    if not Path("/dev/nvidiactl").exists():
+        module._open_first_gpu()  # without the library
 
 
 def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

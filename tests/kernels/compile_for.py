@@ -9,6 +9,9 @@ of what is rounded to the compiler, as JSON.
 processes do at once. It waits for a line that says which of how many processes it is, and prints how many kernels it
 compiled and how many it found on disk.
 
+`compile_for.py CAPABILITY SHARED_MEMORY MULTIPROCESSORS EVERY apart` compiles some kernels in processes of their own,
+and prints what became of that, as JSON.
+
 Triton is given a driver that knows a target and no device, and every launch only compiles. A process of its own: the
 tests beside this one use the interpreter.
 """
@@ -56,7 +59,8 @@ from quire.kernels.triton import (
     ssd,
     vocab_parallel_sampling,
 )
-from quire.kernels.triton.compile_locks import lock_compilation
+from quire.kernels.triton.compile_locks import compile_once
+from quire.kernels.triton.compile_process import KernelCompiler
 
 CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:5])
 PDL = CAPABILITY >= 90
@@ -254,13 +258,14 @@ def mixtures() -> None:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
 
 
+def low_bit_matrix(rows: int, columns: int) -> low_bit.LowBitMatrix:
+    codes = zeros(columns // (4 * low_bit.GPU_WIDTH), rows, low_bit.GPU_WIDTH, dtype=torch.int16)
+    return low_bit.LowBitMatrix(codes, zeros(columns // 128, rows, dtype=torch.int32), "zeros", 4, 128, columns)
+
+
 def in_few_bits() -> None:
     """Products with weights in few bits, of linear layers and experts."""
-
-    def made(rows: int, columns: int) -> low_bit.LowBitMatrix:
-        codes = zeros(columns // (4 * low_bit.GPU_WIDTH), rows, low_bit.GPU_WIDTH, dtype=torch.int16)
-        return low_bit.LowBitMatrix(codes, zeros(columns // 128, rows, dtype=torch.int32), "zeros", 4, 128, columns)
-
+    made = low_bit_matrix
     for rows, (size, depth) in ((1, (4096, 14336)), (64, (28672, 4096)), (512, (28672, 4096))):
         kind = "silu" if size > depth else None
         low_bit.low_bit_linear(zeros(rows, depth), made(size, depth), None, kind, deterministic=rows > 64, pdl=PDL)
@@ -343,10 +348,52 @@ def sums() -> None:
                 copy_engine_allreduce.reduce_owned(peers, delta, slice(1, 3), 0, 2)
 
 
-def together() -> None:
-    lock_compilation()
-    seen, sizes = Counter[bool](), (256, 512, 1024, 2048, 4096)
+def cache_hits() -> Counter[bool]:
+    """Return counts of what this process compiles from now on, and of what it finds on disk."""
+    seen = Counter[bool]()
     triton.knobs.compilation.listener = lambda **report: seen.update([report["cache_hit"]])
+    return seen
+
+
+def apart() -> None:
+    seen, compiler, target = cache_hits(), KernelCompiler(2), ["cuda", CAPABILITY, 32]
+    result: dict[str, Any] = {}
+    bad = [
+        ("os", "path"),
+        ("quire.kernels.limits", "MAX_GRAPH_ROWS"),
+        (norm.__name__, "rms_norm"),
+        (norm.__name__, "_"),
+    ]
+    result["refused"] = [compiler.request(*names, "{}", target) for names in bad]
+    result["refused"].append(compiler.request(norm.__name__, "_norm", "{", target))  # a kernel, and bad JSON
+
+    def launch(rows: int) -> None:
+        norm.rms_norm(zeros(rows, 256), zeros(256), 1e-5, delta=zeros(rows, 256))
+        low_bit.expand(low_bit_matrix(256, 256), DTYPE)  # with inline assembly, and constants of its module
+        cache = LayerCache(*zeros(8, 2, 1, 16, 64).unbind(1), 4, 1.0)  # for two kernels that call the same functions
+        decode.decode(zeros(rows, 4, 64), cache, ints(3, 8), ints(rows), ints(rows), splits=2, pdl=PDL)
+
+    def hits(step: Any) -> list[int]:
+        seen.clear()
+        step()
+        return [seen[False], seen[True]]
+
+    def at_once() -> None:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(launch, [4] * 4))
+
+    with compile_once(compiler):
+        result["at once"] = hits(at_once), compiler.num_requests - len(result["refused"])
+        if compiler._process is not None:
+            compiler._process.kill()
+        result["dead"] = hits(lambda: norm.rms_norm(zeros(4, 512), zeros(512), 1e-5))
+        result["later"] = hits(lambda: norm.rms_norm(zeros(4, 1024), zeros(1024), 1e-5)), compiler.num_requests
+    compiler.close()
+    print(json.dumps(result))
+
+
+def together() -> None:
+    seen, sizes = cache_hits(), (256, 512, 1024, 2048, 4096)
 
     def task(size: int) -> None:
         norm.rms_norm(zeros(4, size), zeros(size), 1e-5, delta=zeros(4, size))
@@ -355,7 +402,7 @@ def together() -> None:
     print("ready", flush=True)
     rank, ranks = (int(word) for word in sys.stdin.readline().split())
     begin = len(sizes) * rank // ranks
-    with ThreadPoolExecutor(3) as pool:
+    with compile_once(), ThreadPoolExecutor(3) as pool:
         list(pool.map(task, sizes[begin:] + sizes[:begin]))
     print(seen[False], seen[True])
 
@@ -364,19 +411,22 @@ if __name__ == "__main__":
     driver.set_active(Driver())
     if sys.argv[5:]:
         watch()
-        together()
+        {"together": together, "apart": apart}[sys.argv[5]]()
         sys.exit()
     decode.multiprocessors = lambda device: COUNT  # type: ignore[assignment]
     for module in (decode, linear, low_bit, fused_moe, delta_rule, ssd):
         module.shared_memory = lambda device: SHARED  # type: ignore[attr-defined]
-    launches = watch()
-    attend()
-    layers()
-    states()
-    heads_with_states()
-    delta_rules()
-    mixtures()
-    in_few_bits()
-    samples()
-    sums()
+    launches, compiler, seen = watch(), KernelCompiler(3), cache_hits()
+    with compile_once(compiler):
+        attend()
+        layers()
+        states()
+        heads_with_states()
+        delta_rules()
+        mixtures()
+        in_few_bits()
+        samples()
+        sums()
+    compiler.close()
+    assert not seen[False], "all kernels compile in other processes too, and are found here"
     print(json.dumps(launches))

@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise StartupError(f"--seconds is {args.seconds}", "Give at least 1")
     torch.manual_seed(0)
     tiles = measured_card(device).tiles
-    return tune(tiles, keys, args.seconds, shared_memory(device), compile_tiles, partial(make_timer, device=device))
+    from quire.kernels.triton.compile_locks import compile_once
+
+    with compile_once():  # as where they are compiled: so they are found
+        return tune(tiles, keys, args.seconds, shared_memory(device), compile_tiles, partial(make_timer, device=device))
 
 
 def entries(families: Sequence[str] | None) -> list[Key]:
@@ -218,17 +221,17 @@ def _compile_only() -> None:
     a process of its own."""
     from triton.runtime.jit import JITFunction
 
-    from quire.kernels.triton.compile_locks import lock_compilation
+    from quire.kernels.triton.compile_locks import compile_once
     from quire.kernels.triton.fast_launch import FastLauncher
 
-    lock_compilation()
     JITFunction.__getitem__ = lambda self, grid: partial(self.warmup, grid=grid)
     FastLauncher.__getitem__ = lambda self, grid: self.kernel[grid]  # type: ignore[method-assign]
     failed = 0
     for i, ((entry, most), numbers) in enumerate(json.load(sys.stdin)):
         try:
-            for case in cases(entry, most, torch.device("meta")):
-                case[0](Tile(*numbers))
+            with compile_once():
+                for case in cases(entry, most, torch.device("meta")):
+                    case[0](Tile(*numbers))
             print(i, flush=True)
         except Exception as error:  # of the compiler, of many types
             if not failed:

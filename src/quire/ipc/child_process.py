@@ -31,6 +31,9 @@ def program_arguments(module: str, *folders: str) -> tuple[str, ...]:
     return "-P", "-c", BOOTSTRAP, os.pathsep.join((str(Path(__file__).parents[2]), *folders)), module
 
 
+ENGINE_PROGRAM = program_arguments("quire.startup.engine_program")
+
+
 class ChildProcess:
     """A process of the server that is called `name` in messages, with this process's ends of its connections. It
     inherits the descriptors in `inherited_fds` too, whose numbers are its last arguments, and that of `shared_memory`,

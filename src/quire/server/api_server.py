@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quire.config import EngineConfig
 from quire.errors import APIServerDead, EngineDead, StartupError
-from quire.ipc.child_process import InterruptGuard
+from quire.ipc.child_process import ENGINE_PROGRAM, ChildProcess, InterruptGuard
 from quire.ipc.garbage_collection import freeze_loaded_objects
 from quire.ipc.thread_stacks import format_thread_stacks
 from quire.server.options import (
@@ -92,7 +92,10 @@ def serve(config: EngineConfig, options: ServeOptions, print_line: Callable[[str
 
 def _load_model(config: EngineConfig, options: ServeOptions, frontends: FrontendManager) -> tuple[AsyncLLM, str]:
     """Return the loaded model and its name. The web libraries are imported meanwhile: both wait for files, and torch's
-    import releases the interpreter lock."""
+    import releases the interpreter lock. A single engine's process is started first, and imports its own."""
+    child = None
+    if options.engine_process == "on" and options.replicas == 1:
+        child = ChildProcess(options.fronts, ENGINE_PROGRAM)
     from quire.async_llm import AsyncLLM
 
     libraries = threading.Thread(target=import_libraries, name="quire-imports")
@@ -110,7 +113,7 @@ def _load_model(config: EngineConfig, options: ServeOptions, frontends: Frontend
                 )  # fmt: skip
                 return AsyncLLM.over(replicas, prompts), checkpoint.name
             engine_client, prompts, checkpoint = launch_engine_process(
-                config, progress, after, num_clients=options.fronts, start_other_clients=frontends.start_workers
+                config, progress, after, start_other_clients=frontends.start_workers, child=child
             )
             llm = AsyncLLM.over(engine_client, prompts)
             frontends.wait_ready(llm)

@@ -4,8 +4,10 @@ This is the one place where these are joined. Every failure is a StartupError wi
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +56,7 @@ from quire.startup.dtypes import (
     quantization_savings,
     with_resolved_attention,
 )
-from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec
+from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec, start_kernel_compiler
 from quire.startup.memory_plan import (
     GIB,
     DraftSizes,
@@ -64,14 +66,17 @@ from quire.startup.memory_plan import (
     describe_pages,
     plan_memory,
 )
-from quire.startup.prealloc import preallocate_weights
+from quire.startup.prealloc import open_gpu, preallocate_weights
 from quire.startup.speculation import check_speculation
 
 if TYPE_CHECKING:
     from quire.distributed.remote_runner import RemoteRunner
+    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.text.chat_template import ChatTemplate
     from quire.text.images.loader import ImageLoader
     from quire.text.tokenizer import Tokenizer
+
+log = logging.getLogger("quire.startup")
 
 
 class BuiltEngine(NamedTuple):
@@ -155,16 +160,22 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         raise StartupError("--kv-events-config is given, and only an engine with a process of its own publishes events",
                            "Use quire serve, or AsyncLLM with engine_process=True")  # fmt: skip
     renderer = None if config.skip_tokenizer_init else TemplateProcess()  # its process starts while torch is imported
-    ranks = None
+    ranks = kernel_compiler = None
     try:
         checkpoint = read_checkpoint(config)
         ranks = start_ranks(config, checkpoint)
+        kernel_compiler = None if config.has_rank_processes else start_kernel_compiler(config)
+        if "torch" not in sys.modules:  # else another GPU may have been chosen
+            open_gpu(config)
         preallocate_weights(config, checkpoint)
         import_module("torch")
+        log.debug("torch is imported")
         tokenizer, chat_template = read_tokenizer_and_template(config, checkpoint, renderer)
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
         image_loader = read_image_loader(config, checkpoint, tokenizer)
-        engine, plan, notices = build_engine(config, checkpoint, eos_ids, progress, pool_member, ranks)
+        engine, plan, notices = build_engine(
+            config, checkpoint, eos_ids, progress, pool_member, ranks, kernel_compiler=kernel_compiler
+        )
         return BuiltEngine(
             engine,
             checkpoint.spec,
@@ -184,6 +195,8 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         raise
     finally:
         weight_arena().finish_block()  # after a failed start, too
+        if kernel_compiler is not None:
+            kernel_compiler.close()
 
 
 def start_ranks(config: EngineConfig, checkpoint: Checkpoint) -> RemoteRunner | None:
@@ -207,18 +220,22 @@ def build_engine(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer_eos_ids: tuple[int, ...], progress: bool = False,
     pool_member: PoolMember | None = None,
     remote_runner: RemoteRunner | None = None, shared_host: SharedHostMemory | None = None,
+    kernel_compiler: KernelCompiler | None = None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:  # fmt: skip
     """Return the engine of `checkpoint`, its memory plan, and notices for the start. The tokenizer has the end tokens
     `tokenizer_eos_ids`. The memory is that of `pool_member`, if any. With ranks in processes of their own the model is
     loaded only there; `remote_runner` are ranks that were started already, which end if this fails. `shared_host` is
-    where host pages are that other engines read, too; then the model is in this process."""
+    where host pages are that other engines read, too; then the model is in this process, like that whose kernels
+    `kernel_compiler` compiles."""
     checkpoint = check_speculation(config, checkpoint)
     remote_runner = remote_runner or start_ranks(config, checkpoint)
     if not config.has_rank_processes:
         if config.on_rank_failure == "restart":
             cause = "--on-rank-failure is restart, and the model is where the engine is"
             raise StartupError(cause, "Use --tp, or --executor process")
-        return _assemble(config, checkpoint, tokenizer_eos_ids, progress, pool_member, None, shared_host)
+        return _assemble(
+            config, checkpoint, tokenizer_eos_ids, progress, pool_member, None, shared_host, kernel_compiler
+        )
     assert pool_member is None, "models of a pool are in its process"
     from quire.distributed.rank_devices import check_gpus
     from quire.distributed.rank_startup import start_remote_runner
@@ -245,6 +262,7 @@ def _assemble(
     pool_member: PoolMember | None,
     remote_runner: RemoteRunner | None,
     shared_host: SharedHostMemory | None = None,
+    kernel_compiler: KernelCompiler | None = None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
     """Return the same as `build_engine`, over `remote_runner`, to whose ranks `checkpoint`'s spec belongs, or over a
     model in this process."""
@@ -262,11 +280,13 @@ def _assemble(
     plan = (
         pool_member.plan if pool_member is not None else _plan_memory(sized, checkpoint, dtype, device, remote_runner)
     )
+    log.debug("the device is open")
     eos_ids = collect_eos_ids(checkpoint, tokenizer_eos_ids)
     with _report_out_of_memory(device):
         runner = _make_runner(
-            config, checkpoint, dtype, device, eos_ids, plan.max_len, progress, pool_member, remote_runner, shared_host
-        )
+            config, checkpoint, dtype, device, eos_ids, plan.max_len, progress, pool_member, remote_runner, shared_host,
+            kernel_compiler,
+        )  # fmt: skip
     if config.log_plans:
         runner = with_plan_log(runner, Path(config.log_plans), checkpoint.spec.vocab_size)
     size = MemorySize(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
@@ -278,6 +298,7 @@ def _assemble(
     assert config.max_num_batched_tokens is not None, "sized above"
     with _report_out_of_memory(device):
         runner.bind(memory.kv_config)
+        log.debug("pages are allocated")
         if config.warm_up:
             runner.warm_up(config.max_num_batched_tokens, plan.max_len)
     limits = _engine_limits(config, checkpoint.spec, plan, memory.kv_config)
@@ -400,6 +421,7 @@ def _make_runner(
     pool_member: PoolMember | None,
     remote_runner: RemoteRunner | None,
     shared_host: SharedHostMemory | None,
+    kernel_compiler: KernelCompiler | None,
 ) -> Any:
     """Return the runner of a model in this process, or `remote_runner` after its ranks have built theirs."""
     import torch
@@ -410,8 +432,9 @@ def _make_runner(
             os.environ.update(triton_cache_environment())
         get_shared_buffer = pool_member.get_buffer if pool_member else None
         return build_runner(
-            config, checkpoint, kind, where, eos_ids, max_len, progress, get_shared_buffer, shared_host=shared_host
-        )
+            config, checkpoint, kind, where, eos_ids, max_len, progress, get_shared_buffer, shared_host=shared_host,
+            kernel_compiler=kernel_compiler,
+        )  # fmt: skip
     from quire.distributed import rank_startup
 
     attention = choose_attention(config, checkpoint.pool_spec, where, kind)

@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.distributed.rank_devices import may_share_gpus, visible_gpus
 from quire.distributed.rank_startup import threads_per_rank
 from quire.errors import StartupError
-from quire.ipc.child_process import ChildProcess, ExternalProcess, program_arguments
+from quire.ipc.child_process import ENGINE_PROGRAM, ChildProcess, ExternalProcess
 from quire.ipc.engine_client import EngineClient
 from quire.ipc.handshake import EngineInitMessage
 from quire.ipc.process_client import ProcessEngineClient
@@ -31,7 +31,6 @@ from quire.startup.memory_plan import GIB, default_cpu_kv_bytes, device_memory
 from quire.text.input_processor import InputProcessor
 
 Client = TypeVar("Client", bound=EngineClient)
-ENGINE_PROGRAM = program_arguments("quire.startup.engine_program")
 
 
 def launch_engine_process(
@@ -39,17 +38,17 @@ def launch_engine_process(
     progress: bool = False,
     stall_after: float = 60.0,
     program: Sequence[str] = ENGINE_PROGRAM,
-    num_clients: int = 1,
     start_other_clients: Callable[[ChildProcess], None] | None = None,
     report_cache: bool = False,
     shared_parts: int = 0,
+    child: ChildProcess | None = None,
 ) -> tuple[ProcessEngineClient, InputProcessor, Checkpoint]:
-    """Start an engine's process and wait until its model is loaded. The tokenizer is read here meanwhile. With more
-    than one client, `start_other_clients` starts the frontends beside this one, over the child's other connections.
-    With `shared_parts` the engine's host memory is the first of these parts of memory that it shares with this
-    process."""
+    """Start an engine's process, or use `child`, which has just been started, and wait until its model is loaded. The
+    tokenizer is read here meanwhile. `start_other_clients` starts the frontends beside this one, over the child's other
+    connections. With `shared_parts` the engine's host memory is the first of these parts of memory that it shares with
+    this process."""
     memory = create_shared_memory() if shared_parts else None
-    child = ChildProcess(num_clients, program, shared_memory=memory)
+    child = child or ChildProcess(1, program, shared_memory=memory)
     engine_client = ProcessEngineClient(child)
     shared = None if memory is None else shared_part(memory, 0, shared_parts, config)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from quire.config import VENDOR_ATTENTIONS, EngineConfig
+from quire.distributed.triton_cache import triton_cache_environment
 from quire.errors import StartupError
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
@@ -21,6 +25,7 @@ from quire.protocol.parallel_layout import UNSHARDED, ParallelLayout, Shard
 from quire.protocol.pipeline_stages import largest_stage_spec
 from quire.protocol.shared_host import SharedHostMemory
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
+from quire.startup.prealloc import GPU_DEVICE_FILES
 from quire.weights.checkpoint_files import MIN_PARAMETER_BYTES, check_weight_bytes
 
 if TYPE_CHECKING:
@@ -28,10 +33,15 @@ if TYPE_CHECKING:
 
     from quire.distributed.rank_devices import RankDevice
     from quire.distributed.rank_messages import InitMessage
+    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.layers.exchange import Exchange, StageNeighbours
     from quire.models import Model
     from quire.models.transformers_model import TransformersModel
     from quire.weights.loader import LoadedFiles
+
+log = logging.getLogger("quire.startup")
+MIN_COMPILED_AT_ONCE, MAX_COMPILED_AT_ONCE = 3, 16
+"""Kernels that are compiled at once. With fewer cores threads compile them as fast."""
 
 
 def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None = None) -> Any:
@@ -45,6 +55,7 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
     from quire.weights.mapped_files import trim_memory
 
     config, part = init_message.config, init_message.part
+    kernel_compiler = None if rank_device is None else start_kernel_compiler(config, config.world_size)
     fds = init_message.meeting.fds(part)
     if rank_device is None:
         kernels.use_threads(config.threads)
@@ -65,11 +76,25 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
         pipes = DeviceStagePipes(part, fds, init_message.seconds, device, room, rank_device.links)
     runner = build_runner(
         config, source, dtype, device, init_message.eos_ids, init_message.max_len, init_message.progress,
-        shard=part, exchange=exchange, pipes=pipes,
+        shard=part, exchange=exchange, pipes=pipes, kernel_compiler=kernel_compiler,
         notices=(kernels.describe(),) if rank_device is None else rank_device.notices,
     )  # fmt: skip
     trim_memory()
     return runner
+
+
+def start_kernel_compiler(config: EngineConfig, shares: int = 1) -> KernelCompiler | None:
+    """Start the process that compiles kernels, on one of `shares` equal shares of the cores, if the model will be
+    warmed up on a GPU. Return None if there are too few cores to gain by it. It does not import torch here."""
+    if not config.warm_up or config.device == "cpu" or not any(map(os.path.exists, GPU_DEVICE_FILES)):
+        return None
+    processes = min(MAX_COMPILED_AT_ONCE, len(os.sched_getaffinity(0)) // shares)
+    if processes < MIN_COMPILED_AT_ONCE or not find_spec("triton"):
+        return None
+    from quire.kernels.triton.compile_process import KernelCompiler
+
+    os.environ.update(triton_cache_environment())
+    return KernelCompiler(processes)
 
 
 def build_runner(
@@ -86,10 +111,11 @@ def build_runner(
     pipes: StageNeighbours | None = None,
     notices: tuple[str, ...] = (),
     shared_host: SharedHostMemory | None = None,
+    kernel_compiler: KernelCompiler | None = None,
 ) -> Any:
     """Return the runner of the part of the model that `checkpoint`'s spec describes; `exchange` connects it to the
     other ranks of its stage, if any, and `pipes` to the neighbouring stages. Its host pages are in `shared_host`, if
-    any."""
+    any. `kernel_compiler` compiles its kernels, if given."""
     import torch
 
     from quire.layers.prepare import connect_ranks
@@ -120,7 +146,13 @@ def build_runner(
             draft.attach(target())
         return draft
 
+    if device.type == "cuda":  # while weights are loaded
+        from quire.kernels.triton.compile_process import hash_triton
+
+        with suppress(ImportError):  # another version of Triton's
+            hash_triton()
     model, draft = make_model(progress), checkpoint.draft
+    log.debug("weights are loaded")
     speculation: dict[str, Any] = {
         "max_drafts": config.max_draft_tokens, "synthetic_acceptance": config.experiment.synthetic_acceptance,
     }  # fmt: skip
@@ -145,7 +177,8 @@ def build_runner(
         map_in_background=config.experiment.map_ahead == "thread",
         shared_buffer=get_shared_buffer() if get_shared_buffer is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
-        make_model=make_model, notices=notices, shared_host=shared_host, **speculation,
+        make_model=make_model, notices=notices, shared_host=shared_host, kernel_compiler=kernel_compiler,
+        **speculation,
     )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
-"""Prepare memory for a model's packed weights while torch is imported. No torch here."""
+"""Prepare memory for a model's packed weights, or the GPU, while torch is imported. No torch here."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
+from contextlib import suppress
 
 import psutil
 
@@ -29,6 +32,21 @@ def preallocate_weights(config: EngineConfig, checkpoint: Checkpoint) -> None:
     models = [checkpoint] if checkpoint.draft is None else [checkpoint, checkpoint.draft]
     wanted = sum(_packed_bytes(config, model) for model in models)
     weight_arena().prefault(min(wanted, psutil.virtual_memory().available // 2))
+
+
+def open_gpu(config: EngineConfig) -> None:
+    """Initialize CUDA's driver and the context of the first GPU in a thread, without the interpreter's lock, if this
+    process may compute there. torch then uses this context."""
+    if config.device != "cpu" and not config.has_rank_processes and any(map(os.path.exists, GPU_DEVICE_FILES)):
+        threading.Thread(target=_open_first_gpu, name="quire-gpu", daemon=True).start()
+
+
+def _open_first_gpu() -> None:
+    """Retain the context; failures are left to torch, which reports them."""
+    with suppress(OSError, AttributeError):  # no such library, as on AMD's GPUs
+        driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def _packed_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:

@@ -71,6 +71,7 @@ from quire.worker.vocab_parallel_sampler import VocabParallelSampler, VocabParal
 from quire.worker.warmup import TOKEN_COUNTS, warm_up
 
 if TYPE_CHECKING:
+    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
     from quire.worker.mixed_graphs import MixedGraphs
     from quire.worker.recorded_steps import RecordedDecodeSteps
@@ -144,20 +145,21 @@ class ModelRunner:
         make_draft_model: Callable[[], RunnableModel] | None = None,
         max_step_tokens: int = 0,
         shared_host: SharedHostMemory | None = None,
+        kernel_compiler: KernelCompiler | None = None,
     ) -> None:
         """`map_in_background`: with virtual memory, a thread maps pages ahead of need. `shared_buffer`, `state_dtype`,
         `shared_host`: see Store. `make_model` loads the model again after a sleep of level 2, and `make_draft_model`
         the draft model. `notices` are reported at start. `max_drafts`: the most draft tokens of a slice. `draft_model`
         of `draft_spec` proposes them; its vocabulary is that of the model, and the memory is that of
         `spec.with_draft(draft_spec)`. If it is a SpeculationHead, steps have at most `max_step_tokens` tokens, whose
-        hidden states are kept."""
+        hidden states are kept. `kernel_compiler` compiles the kernels of the first warm-up, which closes it."""
         self.model: Any = model  # a RunnableModel, or None in a sleep of level 2
         self.make_model, self.notices = make_model, notices
         self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _make_backend(attention, deterministic, max_drafts)
         self.use_graphs, self.deterministic, self.debug = use_graphs, deterministic, debug
         self.map_in_background, self.shared_buffer, self.state_dtype = map_in_background, shared_buffer, state_dtype
-        self.shared_host = shared_host
+        self.shared_host, self.kernel_compiler = shared_host, kernel_compiler
         self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
         self.max_drafts, self.synthetic_acceptance = max_drafts, synthetic_acceptance
@@ -365,7 +367,11 @@ class ModelRunner:
         """On a GPU, run every kind of step once, the largest of `tokens` tokens in sequences of up to `max_len`: no
         request then waits for a compilation or a capture. Call it between `bind` and the first step."""
         self.warmup_args = tokens, max_len
-        if self.device.type == "cuda":
+        if self.device.type != "cuda":
+            return
+        from quire.kernels.triton.compile_locks import compile_once
+
+        with compile_once(self.kernel_compiler):
             warm_up(self, tokens, max_len)
             if self.draft_runner is not None:
                 warm_up(self.draft_runner, tokens, max_len)
@@ -377,6 +383,9 @@ class ModelRunner:
                 proposing = (SeqSlice(0, (), 1, count),) if self.drafter is not None else ()
                 self.run_without_mixed_graphs(StepPlan((), (), (padding,), draft_slices=proposing))
                 self.store.clear_scratch()
+        if self.kernel_compiler is not None:
+            self.kernel_compiler.close()
+            self.kernel_compiler = None
 
     def run_without_mixed_graphs(self, plan: StepPlan) -> None:
         """Run a step to its end, with prompts launched kernel by kernel."""

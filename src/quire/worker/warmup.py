@@ -2,11 +2,13 @@
 the largest step's memory is allocated before the first request.
 
 All rows are padding (slot 0), whose pages and samples are not used. If no kernels are cached on disk, compilation is
-most of the work; it releases the interpreter's lock, so several threads compile first.
+most of the work: first several threads run steps, and wait for the processes that compile (see
+quire.kernels.triton.compile_process), or compile themselves if there are none.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +28,11 @@ from quire.worker.sampler import Sampler
 from quire.worker.store import Store
 
 if TYPE_CHECKING:
+    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.worker.cuda_graphs import DecodeGraphs
     from quire.worker.mixed_graphs import MixedGraphs
 
+log = logging.getLogger("quire.startup")
 COMPILE_THREADS = 16
 MAX_PARALLEL_ROWS = 256  # rows of steps that run side by side: the logits of all of them are in memory
 SAMPLING_KINDS = (  # parameters, and the number of log-probabilities
@@ -51,6 +55,7 @@ class WarmupRunner(Protocol):
     sampler: Sampler
     image_inputs: ImageInputs | None
     prompt_lengths: PromptLengths | None
+    kernel_compiler: KernelCompiler | None
 
     @property
     def decode_graphs(self) -> Any:
@@ -72,6 +77,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
     """Run steps of all kinds, the largest of `max_tokens` tokens in sequences of up to `max_len`."""
     with nullcontext() if runner.exchange is None else runner.exchange.warming_up():
         _compile_kernels(runner)
+    log.debug("kernels are compiled and loaded")
     torch.cuda.empty_cache()  # memory of the threads
     decode_graphs: DecodeGraphs | None = runner.decode_graphs
     mixed_graphs = runner.mixed_graphs
@@ -87,6 +93,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
                 for size in second_sizes:
                     mixed_graphs.capture_second_half(size)
         torch.cuda.empty_cache()  # memory of the runs before the captures; that of the steps below stays allocated
+        log.debug("graphs are captured")
     if runner.image_inputs is not None:
         with torch.inference_mode():
             runner.image_inputs.warmup()
@@ -97,6 +104,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
         runner.run_without_mixed_graphs(plan)  # some steps with prompts have no graph, and need these kernels
     runner.store.clear_scratch()  # results of padding may not be finite
     torch.cuda.synchronize(runner.device)
+    log.debug("steps of all kinds have run")
 
 
 def _compile_kernels(runner: WarmupRunner) -> None:
@@ -105,12 +113,11 @@ def _compile_kernels(runner: WarmupRunner) -> None:
     wait for each other's compilations as late as possible."""
     from triton.runtime.errors import OutOfResources
 
-    from quire.kernels.triton.compile_locks import lock_compilation, serialize_module_loading
+    from quire.kernels.triton.compile_locks import serialize_module_loading
 
     serialize_module_loading()
     tasks, exchange = list(_compile_tasks(runner)), runner.exchange
     if exchange is not None:
-        lock_compilation()
         begin = len(tasks) * exchange.shard.tp_rank // exchange.shard.tp_size
         tasks = tasks[begin:] + tasks[:begin]
     pool = ThreadPoolExecutor(min(COMPILE_THREADS, os.cpu_count() or 1))
@@ -146,9 +153,10 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
         store = runner.store
         kinds = {(c.plan_key, c.kv_heads, c.head_dim): c for c in store.caches.values()}
         for cache in kinds.values():
+            # Of all kernels, that for long prompts takes longest to compile.
+            yield partial(runner.backend.warmup_long, cache, store.tables[cache.group])
             for rows in representative_batches(slots, cache, runner.device, runner.backend.shared_rows(cache)):
                 yield partial(runner.backend.warmup, rows, cache, store.tables[cache.group])
-            yield partial(runner.backend.warmup_long, cache, store.tables[cache.group])
         for cache in {c.plan_key: c for c in store.cross_caches.values()}.values():
             entries = store.tables[cache.group].view(-1, 1)  # see quire.worker.cross_attention
             yield partial(runner.backend.warmup_bidirectional, cache, entries)
@@ -158,14 +166,25 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
     dtypes = {torch.float32, *([runner.dtype] if decode_graphs is None else [])}
     yield from runner.sampler.warmup_tasks(dtypes, slots)
     if decode_graphs is not None:
-        for size in decode_graphs.capture_sizes:
-            if 1 < size <= MAX_PARALLEL_ROWS and size & (size - 1) == 0:
-                for has_images in decode_graphs.image_variants:
-                    yield partial(decode_graphs.warmup, size, has_images)
+        steps = [
+            (size, partial(decode_graphs.warmup, size, has_images))
+            for size in decode_graphs.capture_sizes if 1 < size <= MAX_PARALLEL_ROWS
+            for has_images in decode_graphs.image_variants
+        ]  # fmt: skip
         if (mixed_graphs := runner.mixed_graphs) is not None:
-            for num_tokens, num_decode_rows in mixed_graphs.half_sizes(MAX_PARALLEL_ROWS)[0]:
-                if num_tokens & (num_tokens - 1) == 0:
-                    yield partial(mixed_graphs.warmup, num_tokens, num_decode_rows)
+            steps += [
+                (tokens, partial(mixed_graphs.warmup, tokens, decode_rows))
+                for tokens, decode_rows in mixed_graphs.half_sizes(MAX_PARALLEL_ROWS)[0]
+            ]
+        yield from (step for size, step in steps if size & (size - 1) == 0)
+        if (compiler := runner.kernel_compiler) is not None:  # few other sizes need kernels of their own
+            yield from (partial(_run_if_compiling, compiler, step) for size, step in steps if size & (size - 1))
+
+
+def _run_if_compiling(compiler: KernelCompiler, step: Callable[[], None]) -> None:
+    """Run a step if kernels of steps before it weren't on disk."""
+    if compiler.num_requests:
+        step()
 
 
 def _warmup_plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:

@@ -4,8 +4,8 @@ Triton 3.6 launches each kind of kernel through a small C module, and all of the
 loads a second one, it writes its contents into the module object of that name, which another thread may be about to
 read: that thread would launch a kernel with another one's arguments. (Triton 3.7 has one launcher.)
 
-Processes that need the same kernels at the same time would each compile all of them: Triton's cache on disk does not
-know which kernels are being compiled. With a lock for each kernel, one process compiles it and the others read it.
+Threads and processes that need the same kernels at the same time would each compile all of them: Triton does not know
+which kernels are being compiled. With a lock for each kernel, one of them compiles it and the others read it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from typing import Any
 import triton
 import triton.runtime.build as build
 from triton.runtime.jit import JITFunction
+
+from quire.kernels.triton.compile_process import KernelCompiler, fix_cache_key
 
 LOCKS = 1024  # files; kernels that share one wait for each other
 
@@ -41,19 +43,27 @@ def serialize_module_loading() -> None:
     build._load_module_from_path = load_alone
 
 
-def lock_compilation() -> None:
-    """Patch Triton so that of the processes that have called this and share a cache on disk, one compiles a kernel and
-    the others wait until it is in the cache. Patches a process once."""
+@contextmanager
+def compile_once(compiler: KernelCompiler | None = None) -> Iterator[None]:
+    """A context in which, of the threads and processes in it that share a cache on disk, one compiles a kernel and the
+    others wait until it is in the cache. `compiler` compiles it, if given."""
     compiled = JITFunction._do_compile
-    if hasattr(compiled, "once_for_all"):
-        return
 
-    def compiled_once(self: Any, key: Any, *more: Any, **options: Any) -> Any:
+    def compile_locked(self: Any, key: Any, signature: Any, device: Any, *arguments: Any, **options: Any) -> Any:
+        fix_cache_key(self)
         with _compile_lock(f"{self.cache_key} {key}"):
-            return compiled(self, key, *more, **options)
+            loaded = self.device_caches[device][0]
+            if key not in loaded:  # else another thread was first
+                if compiler is not None:
+                    compiler.compile(self, key, signature, device, *arguments, **options)
+                compiled(self, key, signature, device, *arguments, **options)
+            return loaded.get(key)
 
-    compiled_once.once_for_all = True  # type: ignore[attr-defined]  # a mark on a function
-    JITFunction._do_compile = compiled_once
+    JITFunction._do_compile = compile_locked
+    try:
+        yield
+    finally:
+        JITFunction._do_compile = compiled
 
 
 @contextmanager
