@@ -130,9 +130,3 @@ def test_every_promise_names_a_test_that_exists() -> None:
         if not sources[path] or (function and not re.search(rf"^ *(async )?def {function}\(", sources[path], re.M)):
             lost.append(f"{promise}: {test}")
     assert lost == []
-
-
-def test_moved_files_exist() -> None:
-    moved = [line.split("\t")[1] for line in (ROOT / "docs" / "moves.tsv").read_text(encoding="utf-8").splitlines()[1:]]
-    assert len(moved) > 300
-    assert not [path for path in moved if not (ROOT / path).is_file()]
