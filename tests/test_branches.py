@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from echo_oracle import expected_states
 from memories import MEMORIES, Build
 
 from quire.core.engine import Engine
@@ -13,7 +14,7 @@ from quire.core.validation import EngineLimits
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import common_prefix_len
 from quire.protocol.step_plan import StepResult
-from quire.sim.echo_runner import EchoRunner, expected_states, fake_top
+from quire.sim.echo_runner import EchoRunner, fake_top
 from quire.text.session import Node, session_params
 
 VOCAB = 64

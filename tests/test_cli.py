@@ -22,6 +22,7 @@ from typing import Any
 
 import echo_service
 import pytest
+from echo_oracle import expected_beams
 
 import quire
 from quire.cli import chat, main, parse_arguments
@@ -31,7 +32,6 @@ from quire.config import EngineConfig, Experiment, KVEventsConfig
 from quire.core.preemption_costs import PreemptionCosts
 from quire.kernels.cpu.library_loader import library, missing_reason
 from quire.protocol.sampling_params import SamplingParams
-from quire.sim.echo_runner import expected_beams
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import echo_service
 import pytest
+from echo_oracle import expected_beams, expected_states, expected_tokens
 from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 
 import quire
@@ -23,7 +24,7 @@ from quire.llm import LLM, BeamSearchParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.step_plan import StepResult
-from quire.sim.echo_runner import expected_beams, expected_states, expected_tokens, fake_top
+from quire.sim.echo_runner import fake_top
 from quire.text.chat_template import ChatTemplate
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)

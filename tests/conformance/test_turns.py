@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from echo_oracle import expected_tokens
 from memories import spec
 
 from quire.config import EngineConfig
@@ -21,7 +22,7 @@ from quire.memory.paged import PagedMemory
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
-from quire.sim.echo_runner import EchoPages, EchoRunner, expected_tokens
+from quire.sim.echo_runner import EchoPages, EchoRunner
 
 VOCAB, LONGEST = 64, 48
 MODELS = [((None,), 4), ((None, 6, 6), 4), ((9, 9, None), 2)]  # windows of the layers, and tokens of a page

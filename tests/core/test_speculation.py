@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import traces
+from echo_oracle import expected_proposals, expected_tokens
 from memories import MAX_LEN, STATE, Build, paged
 from traces import DEPTHS, WAYS, Asked, Checked, Trace, Watched
 
@@ -25,7 +26,7 @@ from quire.protocol.model_spec import LayerSpec
 from quire.protocol.sampling_params import SamplingParams, Structured
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SeqSlice, StepPlan, StepResult
-from quire.sim.echo_runner import EchoRunner, expected_proposals, expected_tokens
+from quire.sim.echo_runner import EchoRunner
 
 VOCAB = 8  # few tokens, so that n-grams occur again and are followed by the same token
 FREE = SpeculationCosts(PreemptionCosts(0.0, 0.0, 1.0, 0.0, 0.0), PreemptionCosts(0.0, 0.0, 0.0, 0.0, 0.0))

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 
 import echo_service
 import httpx
+from echo_oracle import expected_tokens
 from echo_service import MAX_LEN, VOCAB, Echo, EchoBuilt, Placement, Running, Saying
 from openai import OpenAI
 
 from quire.async_llm import AsyncLLM
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
-from quire.sim.echo_runner import expected_tokens
 
 TALK: Any = [{"role": "user", "content": "once upon a time"}]
 MARKERS = "<think>", "</think>"

@@ -7,12 +7,12 @@ from typing import Any
 import echo_service
 import pytest
 from asking import choices_of, events
+from echo_oracle import BeamResult, expected_beams, expected_tokens
 from echo_service import VOCAB, Echo, Placement, Running, tokenizer
 from openai import OpenAI
 
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
-from quire.sim.echo_runner import BeamResult, expected_beams, expected_tokens
 
 PROMPT = "once upon a time"
 ENDS = frozenset({0})

@@ -8,12 +8,12 @@ import httpx
 import openai
 import pytest
 from asking import choices_of, events, ids_of
+from echo_oracle import expected_tokens
 from echo_service import VOCAB, Running, tokenizer
 from openai import OpenAI
 
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
-from quire.sim.echo_runner import expected_tokens
 
 PROMPT = "once upon a time"
 

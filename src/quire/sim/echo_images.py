@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from quire.protocol.images import ImageItem
-from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.step_plan import ImageEncoding
 from quire.sim.echo_pages import STATE_BYTES, Bytes, EchoPages, state_digest
 
@@ -29,16 +29,6 @@ def visible_rows(media: Seq[ImageItem], position: int, cross: bool) -> tuple[int
                 return i, range(media[i].num_embeds)
             return (i, range(row, row + 1)) if row < media[i].num_embeds else None
     return None
-
-
-def visible_images(media: Seq[ImageItem], position: int, groups: Seq[KVCacheGroup]) -> bytes:
-    """Return the image embeddings that the token at a position attends to."""
-    visible = visible_rows(media, position, any(group.kind == "cross" for group in groups))
-    if visible is None:
-        return b""
-    i, rows = visible
-    states = [row_state(media[i].key, row) for row in rows]
-    return struct.pack(f"<{len(states)}q", *states)
 
 
 class EchoImages:

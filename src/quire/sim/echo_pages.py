@@ -192,5 +192,3 @@ RULES: dict[str, EchoRule] = {
     "budget": BudgetRule(), "state": RecurrentStateRule(), "cross": EchoRule(), "vision": EchoRule(),
 }  # fmt: skip
 """The rules by kind of group."""
-FULL_GROUP = KVCacheGroup((0,), 16, 16, 1, range(1), run_tokens=1)
-"""The default group: full attention."""

@@ -2,10 +2,10 @@
 
 The state of a position is a hash of its token and of the states that are visible there in each layer group; it is
 stored at the address that the page tables give, and tokens are hashes of it. So a wrong address, a missed copy or a
-stale prefix changes the output. `expected_tokens` computes the same tokens without a memory.
+stale prefix changes the output.
 
 A draft model is imitated likewise: its states are in the groups of its layers, and each says whether the token that
-is proposed there is the one that the model samples. `expected_proposals` computes the same without a memory.
+is proposed there is the one that the model samples.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.decoding import new_method
 from quire.protocol.device_params import DeviceSamplingParams
-from quire.protocol.images import ImageItem, ImagePixels
-from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
-from quire.protocol.method import Branch, Context
-from quire.protocol.sampling_params import SamplingParams
+from quire.protocol.images import ImagePixels
+from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.seeds import branch_seed
 from quire.protocol.shared_host import SharedHostMemory
 from quire.protocol.step_plan import (  # fmt: skip
@@ -48,19 +44,19 @@ from quire.protocol.step_plan import (  # fmt: skip
     TopLogprobs,
 )
 from quire.protocol.wire import PAGE_OP_CODES
-from quire.sim.echo_images import EchoImages, visible_images
-from quire.sim.echo_pages import FULL_GROUP, POISON, RULES, EchoPages, state_digest
+from quire.sim.echo_images import EchoImages
+from quire.sim.echo_pages import POISON, EchoPages, state_digest
 
 CONSTANT_TOKEN = 7
 DRAFT_ACCEPTANCE = 0.7  # the share of right tokens among those that the draft model proposes
 
 
-def _state(token: int, position: int, seen: Seq[bytes]) -> int:
+def echo_state(token: int, position: int, seen: Seq[bytes]) -> int:
     """Return the state of a position from the visible states of each group."""
     return state_digest(struct.pack("<qq", token, position) + b"".join(seen))
 
 
-def _draw(state: int, seed: int, history: Seq[int] | None, vocab_size: int, mask: bytes | None = None) -> int:
+def draw_token(state: int, seed: int, history: Seq[int] | None, vocab_size: int, mask: bytes | None = None) -> int:
     """Return a token for (state, seed), and the history if the parameters need it, that `mask` allows."""
     past = b"" if history is None else array("q", history).tobytes()
     digest = state_digest(struct.pack("<qq", state, seed) + past)
@@ -83,123 +79,14 @@ def fake_top(state: int, token: int, k: int, vocab_size: int, named: tuple[int, 
     return TopLogprobs(token, logprobs[0], order.index(token) + 1, ids, tuple(logprobs[1:]))
 
 
-def _digest_of_later(tokens: Seq[int]) -> bytes:
+def digest_of_later(tokens: Seq[int]) -> bytes:
     """Return a digest of a prompt's later tokens, for attention both ways."""
     return struct.pack("<q", state_digest(array("q", tokens).tobytes()))
 
 
-def _is_right(draft_state: int) -> bool:
+def is_right_draft(draft_state: int) -> bool:
     """Return True if the draft model proposes the token that will be sampled."""
     return draft_state % 1000 < 1000 * DRAFT_ACCEPTANCE
-
-
-def expected_proposals(tokens: Seq[int], groups: Seq[KVCacheGroup], prompt: int = 0) -> list[bool]:
-    """Return for each position of `tokens`, which are a prompt and what was sampled after it, whether the token that
-    the draft model proposes to follow it is the right one."""
-    return list(map(_is_right, expected_states(tokens, groups, prompt=prompt, is_draft=True)))
-
-
-def expected_states(
-    tokens: Seq[int],
-    groups: Seq[KVCacheGroup] = (FULL_GROUP,),
-    known: Seq[int] = (),
-    prompt: int = 0,
-    media: Seq[ImageItem] = (),
-    both_ways: bool = False,
-    is_draft: bool = False,
-) -> list[int]:
-    """Return the states of all positions of `tokens`, of which the first `prompt` are the prompt, with these images,
-    computed without a memory; with `is_draft` those of the draft model. `known` are the first states."""
-    states = np.zeros(len(tokens), dtype=np.int64)
-    states[: len(known)] = known
-    for p in range(len(known), len(tokens)):
-        visible = [
-            RULES[group.kind].expected_visible(group, g, tokens, states, p, prompt)
-            for g, group in enumerate(groups)
-            if group.is_draft == is_draft
-        ]
-        if media:
-            visible.append(visible_images(media, p, groups))
-        if both_ways and p < prompt:
-            visible.append(_digest_of_later(tokens[p + 1 : prompt]))
-        states[p] = _state(tokens[p], p, visible)
-    return [int(state) for state in states]
-
-
-def expected_tokens(
-    prompt: Seq[int],
-    params: SamplingParams,
-    seed: int,
-    *,
-    vocab_size: int,
-    groups: Seq[KVCacheGroup] = (FULL_GROUP,),
-    max_len: int = 2**31,
-    eos_ids: frozenset[int] = frozenset(),
-    media: Seq[ImageItem] = (),
-    both_ways: bool = False,
-) -> list[int]:
-    """Return the tokens that an EchoRunner must generate for one branch with any memory, batch and schedule.
-
-    `seed` is the branch's own; `groups` are the layer groups.
-    """
-    tokens, known = list(prompt), list[int]()
-    limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
-    ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_ids)
-    grammar = params.grammar
-    matcher = None if grammar is None else grammar.new_matcher()
-    for count in range(1, limit + 1):
-        known = expected_states(tokens, groups, known, len(prompt), media, both_ways)
-        mask = None if grammar is None or matcher is None else grammar.compute_masks([matcher])[0]
-        tokens.append(_draw(known[-1], seed, tokens if params.needs_history else None, vocab_size, mask))
-        if matcher is not None and matcher.accept(tokens[-1]):
-            break
-        if tokens[-1] in ends and count >= params.min_tokens:
-            break
-    return tokens[len(prompt) :]
-
-
-class BeamResult(NamedTuple):
-    """A result of beam search: its outputs, the sum of their log-probabilities, and its finish reason."""
-
-    tokens: list[int]
-    logprob: float
-    reason: str
-    stop_reason: int | None
-
-
-def expected_beams(
-    prompt: Seq[int],
-    params: SamplingParams,
-    *,
-    vocab_size: int,
-    groups: Seq[KVCacheGroup] = (FULL_GROUP,),
-    max_len: int = 2**31,
-    eos_ids: frozenset[int] = frozenset(),
-    media: Seq[ImageItem] = (),
-    both_ways: bool = False,
-) -> list[BeamResult]:
-    """Return the results, best first, that the request's method must have with an EchoRunner and any memory."""
-    method = new_method(params)
-    assert method is not None, "the parameters have no decoding method"
-    limit = min(params.max_tokens if params.max_tokens is not None else max_len, max_len - len(prompt))
-    ends = frozenset() if params.ignore_eos else eos_ids
-    context = Context(ends, frozenset(params.stop_token_ids or ()), params.min_tokens, limit)
-    k = max(method.top(context), params.logprobs or 0)
-    live = [(list(prompt), 0.0, list[int]())]
-    results: list[tuple[float, BeamResult]] = []
-    while live:
-        known = [expected_states(tokens, groups, before, len(prompt), media, both_ways) for tokens, _, before in live]
-        tops = [fake_top(states[-1], 0, k, vocab_size) for states in known]
-        branches = [Branch(tokens, len(prompt), sum, top) for (tokens, sum, _), top in zip(live, tops)]
-        advance = method.advance(branches, context)
-        assert advance is not None, "beam search never waits"
-        for end in advance.endings:
-            tokens, logprob, _ = live[end.parent]
-            outputs = [*tokens[len(prompt) :], end.token]
-            results.append((end.score, BeamResult(outputs, logprob + end.logprob, end.reason, end.stop_reason)))
-        results = sorted(results, key=lambda result: -result[0])[: method.keep()]
-        live = [([*live[i][0], token], live[i][1] + logprob, known[i]) for i, token, logprob in advance.choices]
-    return [result for _, result in results[: params.n]]
 
 
 class EchoSlot:
@@ -385,8 +272,8 @@ class EchoRunner:
             if i:
                 draft_state = self._compute_state(row.slot, token, position + i, is_draft=True)
             state = self._compute_state(row.slot, token, position + i)
-            wrong = not _is_right(draft_state)
-            proposals.append((_draw(state, seed, known, self.vocab_size) + wrong) % self.vocab_size)
+            wrong = not is_right_draft(draft_state)
+            proposals.append((draw_token(state, seed, known, self.vocab_size) + wrong) % self.vocab_size)
             if known is not None:
                 known.append(proposals[-1])
         restore_states(())
@@ -398,7 +285,9 @@ class EchoRunner:
         """Compute and write the state of a position, from what is visible there and `more`; with `is_draft` in the
         groups of the draft model."""
         groups = [group for group in self.groups if group.group.is_draft == is_draft]
-        state = _state(token, position, [*(group.rule.read_visible(group, slot, position) for group in groups), *more])
+        state = echo_state(
+            token, position, [*(group.rule.read_visible(group, slot, position) for group in groups), *more]
+        )
         for group in groups:
             group.rule.write(group, slot, position, token, state)
         return state
@@ -421,7 +310,7 @@ class EchoRunner:
                 token = slot.last
             more = image_states[i : i + 1]
             if self.both_ways and row.start + i < prompt:
-                more = [*more, _digest_of_later(row.tokens[i + 1 : prompt - row.start])]
+                more = [*more, digest_of_later(row.tokens[i + 1 : prompt - row.start])]
             state = self._compute_state(row.slot, token, row.start + i, more)
             if i < len(row.score_tokens):
                 num_logprobs = max(slot.sampling.prompt_logprobs, 0)
@@ -432,7 +321,7 @@ class EchoRunner:
         else:
             [mask] = self.masks.get(row.slot, [None])
             seeds = [branch_seed(slot.seed, i) for i in range(row.num_samples)]
-            tokens = tuple(_draw(state, seed, slot.history, self.vocab_size, mask) for seed in seeds)
+            tokens = tuple(draw_token(state, seed, slot.history, self.vocab_size, mask) for seed in seeds)
         slot.proposals = ()
         if tokens:
             slot.last = tokens[-1] if row.draft_tokens else tokens[0]
@@ -459,7 +348,7 @@ class EchoRunner:
         history = None if slot.history is None else list(slot.history)
         seed, samples, accepted = branch_seed(slot.seed, 0), list[int](), 0
         for i, state in enumerate(states):
-            samples.append(_draw(state, seed, history, self.vocab_size, masks[i]))
+            samples.append(draw_token(state, seed, history, self.vocab_size, masks[i]))
             if i < len(drafts):
                 accepted += accepted == i and drafts[i] == samples[i]
                 if history is not None:
