@@ -1,7 +1,7 @@
 """Record beam histories for simulations: the parent beam of each beam in searches of the bundled model.
 
-`quire bench histories --out FILE` writes the document that quire.sim.histories reads. The model decodes stories that it
-wrote itself, cut to the prompt lengths of PagedAttention's data sets; sampled end tokens do not end a sequence.
+`quire bench histories --out FILE` writes the document that bench.beam_histories reads. The model decodes stories that
+it wrote itself, cut to the prompt lengths of PagedAttention's data sets; sampled end tokens do not end a sequence.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.beam_histories import pack_history
 from quire.bench.arguments import add_numbers
 from quire.bench.document import table
 from quire.bench.shapes import built
@@ -27,7 +28,6 @@ from quire.core.engine import Engine
 from quire.errors import StartupError
 from quire.protocol.method import Advance, Branch, Context
 from quire.protocol.sampling_params import SamplingParams
-from quire.sim.histories import pack_history
 from quire.startup.checkpoint import read_checkpoint
 
 SEED = 0

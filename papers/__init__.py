@@ -20,7 +20,7 @@ from typing import Any
 from papers import jenga, pagedattention, vattention
 from papers.entry import ALL, DIFFERS, MISSED, SIMULATED, VERDICTS, Entry, Point, Reproduction
 from quire.bench.document import document, grouped_table, table, write
-from quire.bench.machine import refuse_changed_tree
+from quire.bench.machine import ROOT, revision
 from quire.bench.plots import figure, save
 from quire.cli.parser import Parser
 from quire.errors import StartupError
@@ -105,6 +105,15 @@ def main(args: list[str]) -> int:
     return int(
         any(result.verdict in (DIFFERS, MISSED) for reproduction in done.values() for result in reproduction.results)
     )
+
+
+def refuse_changed_tree(out: Path) -> None:
+    """Raise StartupError if a document would be written into this checkout while its code differs from the revision."""
+    if (revision() or "").endswith("-dirty") and out.resolve().is_relative_to(ROOT):
+        raise StartupError(
+            "the code of this checkout is changed, so its revision would not say what was measured",
+            "Commit it, or write outside the checkout",
+        )
 
 
 def _verdicts(done: Mapping[str, Reproduction]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from quire.bench.workloads import parse
-from quire.memory.virtual.buffers import BufferLayout, max_waste_bytes, plan_buffers, split_workers
+from quire.memory.virtual.buffers import BufferLayout, plan_buffers
 from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol.model_spec import ModelSpec
@@ -48,13 +48,17 @@ def lengths(longest: Mapping[str, int], count: int, bins: int) -> list[dict[str,
 
 
 def on_workers(name: str, tensor: int, page: int, layout: str) -> list[BufferLayout]:
-    """Return the buffers of each of `tensor` workers."""
+    """Return the buffers of each of `tensor` workers, which divide the key heads."""
     spec = spec_of(name)
     layer = spec.layers[0]
-    return [
-        plan_buffers(worker.layers, worker.kv_heads * layer.head_dim * FP16, page, layout)
-        for worker in split_workers(len(spec.layers), layer.kv_heads, tensor)
-    ]
+    assert layer.kv_heads % tensor == 0, f"{tensor} workers can't divide {layer.kv_heads} key heads"
+    layer_bytes = layer.kv_heads // tensor * layer.head_dim * FP16
+    return [plan_buffers(len(spec.layers), layer_bytes, page, layout)] * tensor
+
+
+def max_waste_bytes(workers: Sequence[BufferLayout]) -> int:
+    """Return the most bytes that a sequence wastes: one mapped and empty page on each worker (§7.4)."""
+    return sum(one.page_bytes for one in workers)
 
 
 def buffers(

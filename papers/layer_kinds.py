@@ -6,10 +6,11 @@ the units that a request needs. Models that quire does not implement have their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from quire.memory.jenga.page_sizes import LayerType, gcd_page, max_page, plan_pages, wasted_fraction
+from quire.memory.jenga.page_sizes import LayerType, max_page, plan_pages
 from quire.models import read_spec
 from quire.models.named_configs import named_config
 from quire.protocol.model_spec import ModelSpec
@@ -152,8 +153,8 @@ def uniform_waste(requests: Mapping[str, tuple[str, int, int]]) -> list[dict[str
              "share": 100 * kind.layers * need / whole}
             for kind, need in zip(kinds, needs)
         ]  # fmt: skip
-        wasted = wasted_fraction(held, [(kind.layers, need) for kind, need in zip(kinds, needs)])
-        points.append({"request": name, "layers": "wasted", "share": float(100 * wasted)})
+        needed = sum(kind.layers * need for kind, need in zip(kinds, needs))
+        points.append({"request": name, "layers": "wasted", "share": 100 * (whole - needed) / whole})
     return points
 
 
@@ -172,7 +173,7 @@ def page_plans(tokens: int) -> list[dict[str, Any]]:
             "large": exact.large_bytes, "ratios": [*exact.small_pages_per_large],
             "chosen_large": chosen.large_bytes, "chosen_ratios": [*chosen.small_pages_per_large],
             "padding": max(100 * pad / kind.page_bytes for pad, kind in zip(chosen.padding, chosen.types)),
-            "max": max_page(types), "gcd": gcd_page(types),
+            "max": max_page(types), "gcd": math.gcd(*(kind.page_bytes for kind in types)),
             "max_tokens": max_page(types) / min(kind.bytes for kind in kinds if kind.unit != "state"),
         })  # fmt: skip
     return points

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 
+from papers import call_latencies as latencies
+from papers.call_latencies import KIB, CallLatency
 from papers.entry import Point, left_out
-from quire.worker.virtual import latencies
-from quire.worker.virtual.latencies import KIB, CallLatency
 
 NATIVE = 2048 * KIB
 

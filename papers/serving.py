@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.beam_histories import BeamReplay, load_histories
 from quire.bench.arrivals import poisson
 from quire.bench.endless import Endless
 from quire.bench.simulate import SimulatedDeployment, read_deployment
@@ -27,7 +28,6 @@ from quire.errors import StartupError
 from quire.memory.answers import Usage
 from quire.protocol.sampling_params import SamplingParams
 from quire.sim.cost_model import load_calibration
-from quire.sim.histories import BeamReplay, load_histories
 from quire.sim.simulation import Objective, SimulationResult, TraceRequest, highest_rate, mean_usage
 
 SYSTEMS = {

@@ -7,6 +7,7 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from papers.call_latencies import CALL_INFOS, KIB, PAGE_SIZES, PAPER_BANDWIDTH
 from papers.dummy_engines import PAGED, virtual
 from papers.entry import (
     ARITHMETIC,
@@ -39,7 +40,6 @@ from papers.entry import (
 )  # fmt: skip
 from papers.plots import bars, lines, tall
 from quire.bench.document import table
-from quire.worker.virtual.latencies import CALL_INFOS, KIB, PAGE_SIZES, PAPER_BANDWIDTH
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,6 +10,7 @@ import pytest
 from benching import bench, results
 
 from bench import allocator
+from bench.beam_histories import load_histories
 from bench.histories import LONGEST, cut, parted
 from bench.mixed import Timed, show
 from bench.wire import ROWS
@@ -18,7 +19,6 @@ from quire.core import grammar_masks
 from quire.distributed.kernel_profiler import covered_time, kernel_kind
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import PagePool
-from quire.sim.histories import load_histories
 
 
 def test_structured(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How contiguous addresses are cut: vAttention's Table 8, sliced layouts, workers, and tokens that aren't whole."""
+"""How contiguous addresses are cut: vAttention's Table 8, sliced layouts, and tokens that aren't whole."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from papers.closed_forms import KIB, MIB, on_workers
+from papers.closed_forms import KIB, MIB, max_waste_bytes, on_workers
 from quire.errors import StartupError
-from quire.memory.virtual.buffers import WorkerShape, max_waste_bytes, plan_buffers, split_workers
+from quire.memory.virtual.buffers import plan_buffers
 
 HEAD = 128 * 2  # bytes: numbers of 16 bits
 LAYOUTS = ("layer", "sliced:4", "sliced:8", "sliced")
@@ -64,28 +64,6 @@ def test_addresses_of_the_paper() -> None:
     assert first.buffer_bytes(500, 200 * KIB) == 500 * 200 * MIB
     assert first.total_address_bytes(500, 200 * KIB) == 120 * 500 * 200 * MIB
     assert first.slot_bytes(200_000) == 196 * MIB, "a slot is whole pages: 195.3 MB of them"
-
-
-def test_workers() -> None:
-    assert split_workers(32, 8) == [WorkerShape(32, 8)]
-    assert split_workers(60, 8, tensor=2, pipeline=2) == [WorkerShape(30, 4)] * 4
-    assert split_workers(7, 8, tensor=2, pipeline=3) == [WorkerShape(3, 4)] * 2 + [WorkerShape(2, 4)] * 4
-    assert split_workers(32, 4, tensor=8) == [WorkerShape(32, 1)] * 8, "heads are kept twice"
-    halves = [plan_buffers(one.layers, one.kv_heads * HEAD, 2 * MIB, "sliced") for one in split_workers(32, 8, 1, 2)]
-    assert [one.num_buffers for one in halves] == [2, 2]
-    assert [one.run_tokens for one in halves] == [64, 64]
-    assert max_waste_bytes(halves) == max_waste_bytes(on_workers("llama3-8b", 2, 2 * MIB, "sliced")) == 8 * MIB
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "words"), [
-    (3, 1, "8 KV heads can't be split 3 ways"),
-    (12, 1, "8 KV heads can't be split 12 ways"),
-    (0, 1, "0 x 1 workers"),
-    (1, 33, "1 x 33 workers can't share 32 layers"),
-])  # fmt: skip
-def test_workers_that_cannot_be(tensor: int, pipeline: int, words: str) -> None:
-    with pytest.raises(StartupError, match=words):
-        split_workers(32, 8, tensor, pipeline)
 
 
 @pytest.mark.parametrize("layout", [

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from waiting import wait_until
 
+import papers
 from papers import ENTRIES, main
 from papers.entry import BY_ARITHMETIC, CITED, DIFFERS, HOLDS, MEASURED, MET, MISSED, VERDICTS, Point, Points, Run
-from quire.bench import machine
 from quire.errors import StartupError
 
 RESULT = {"row", "what", "paper", "ours", "unit", "verdict", "real_or_simulated", "why"}
@@ -68,10 +68,10 @@ def test_what_is_served_has_the_papers_mean_lengths(tmp_path: Path) -> None:
 
 def test_a_changed_checkout_gets_no_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for revision, refused in (("abc-dirty", True), ("abc", False), (None, False)):
-        monkeypatch.setattr(machine, "_revision", lambda revision=revision: revision)
-        machine.refuse_changed_tree(tmp_path)
+        monkeypatch.setattr(papers, "revision", lambda revision=revision: revision)
+        papers.refuse_changed_tree(tmp_path)
         with pytest.raises(StartupError, match="the code of this checkout is changed") if refused else nullcontext():
-            machine.refuse_changed_tree(machine.ROOT / "docs")
+            papers.refuse_changed_tree(papers.ROOT / "docs")
 
 
 def test_documents_are_judged_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from papers import attention_times, dummy_engines, mapping_costs, table_building, vattention
+from papers.call_latencies import PAGE_SIZES
 from papers.dummy_engines import PAGED, virtual
 from papers.entry import DIFFERS, MEASURED, chosen
 from quire.bench import contexts
@@ -20,7 +21,6 @@ from quire.bench.kv_batches import random_kv
 from quire.models.named_configs import named_config
 from quire.protocol.step_plan import SeqSlice
 from quire.vattention import VAttention
-from quire.worker.virtual.latencies import PAGE_SIZES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton and memfd are Linux's")
 

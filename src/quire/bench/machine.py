@@ -20,7 +20,6 @@ import psutil
 
 import quire
 from quire.cli.env import cpu
-from quire.errors import StartupError
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "neon", "asimd", "sve")
 ROOT = Path(quire.__file__).parents[2]
@@ -36,7 +35,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads() if torch else None, "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
         "torch": _version("torch"), "python": platform.python_version(), "quire": quire.__version__,
-        "revision": _revision(),
+        "revision": revision(),
     }  # fmt: skip
 
 
@@ -47,17 +46,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def refuse_changed_tree(out: Path) -> None:
-    """Raise StartupError if a document would be written into this checkout while its code differs from the revision."""
-    if (_revision() or "").endswith("-dirty") and out.resolve().is_relative_to(ROOT):
-        raise StartupError(
-            "the code of this checkout is changed, so its revision would not say what was measured",
-            "Commit it, or write outside the checkout",
-        )
-
-
 @cache
-def _revision() -> str | None:
+def revision() -> str | None:
     """Return the git revision of this checkout at the first call, with "-dirty" if its code differs; None if there is
     none."""
     if not (ROOT / ".git").exists():

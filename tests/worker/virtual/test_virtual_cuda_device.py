@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from papers.call_latencies import bandwidth, measure_latencies
 from quire.worker.virtual import DriverError, open_driver
 from quire.worker.virtual.cuda import CudaDriver
 from quire.worker.virtual.driver import Driver
-from quire.worker.virtual.latencies import bandwidth, measure_latencies
 
 pytestmark = pytest.mark.gpu
 PAGE = 2 << 20

@@ -17,9 +17,10 @@ import pytest
 import torch
 from stored import leftovers
 
+from papers import call_latencies as latencies
+from papers.call_latencies import CallLatency, bandwidth, measure_latencies
 from quire.errors import StartupError
-from quire.worker.virtual import DriverError, FakeDriver, PageRun, latencies, map_all, open_driver
-from quire.worker.virtual.latencies import CallLatency, bandwidth, measure_latencies
+from quire.worker.virtual import DriverError, FakeDriver, PageRun, map_all, open_driver
 from quire.worker.virtual.memfd import MemfdDriver, check_map_count
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")

@@ -121,11 +121,6 @@ def max_page(types: Iterable[LayerType]) -> int:
     return -(-max(kind.page_bytes for kind in types) // row) * row
 
 
-def gcd_page(types: Iterable[LayerType]) -> int:
-    """Return the greatest common divisor of the types' pages; a page of a type takes several (§4.4, "GCD page")."""
-    return math.gcd(*(kind.page_bytes for kind in types))
-
-
 def split_into_equal_sets(layers: Sequence[tuple[int, int]]) -> tuple[int, ...] | None:
     """Return for types, (layers, bytes of a layer) each, how many layers of each form sets of equal bytes.
 
@@ -134,11 +129,3 @@ def split_into_equal_sets(layers: Sequence[tuple[int, int]]) -> tuple[int, ...] 
     found = [{count * size for count in range(1, many + 1) if many % count == 0} for many, size in layers]
     common = set.intersection(*found)
     return tuple(max(common) // size for _, size in layers) if common else None
-
-
-def wasted_fraction(units: int, kept: Iterable[tuple[int, int]]) -> Fraction:
-    """Return the wasted fraction of memory if every layer stores all `units` tokens or image tokens (Figure 3, §3.2).
-
-    `kept` has what is needed, as (layers, units of each)."""
-    kept = tuple(kept)
-    return 1 - Fraction(sum(layers * needed for layers, needed in kept), units * sum(layers for layers, _ in kept))

@@ -111,34 +111,3 @@ def _parse_layers_per_buffer(layout: str, layers: int) -> int:
         f"{layout[:80]!r} is no layout of virtual memory",
         f'Give "layer", "sliced", or "sliced:N" with N layers of a buffer, from 1 to {MAX_LAYERS:,}',
     )
-
-
-class WorkerShape(NamedTuple):
-    """The part of a model on one of several devices: a number of layers, and of KV heads of each layer."""
-
-    layers: int
-    kv_heads: int
-
-
-def split_workers(layers: int, kv_heads: int, tensor: int = 1, pipeline: int = 1) -> list[WorkerShape]:
-    """Return the parts of a model whose heads are split `tensor` ways and whose layers `pipeline` ways.
-
-    If layers do not divide evenly, the first stages have one layer more. If there are more workers than heads, several
-    share one. StartupError if heads cannot be split so, or a stage would have no layer."""
-    if min(tensor, pipeline) < 1 or pipeline > layers:
-        raise StartupError(
-            f"{tensor} x {pipeline} workers can't share {layers} layers",
-            f"Give at least 1 each, and at most {layers} stages",
-        )
-    if kv_heads % tensor and tensor % kv_heads:
-        raise StartupError(
-            f"{kv_heads} KV heads can't be split {tensor} ways", f"Give a divisor or a multiple of {kv_heads}"
-        )
-    heads = max(kv_heads // tensor, 1)
-    stages = [layers // pipeline + (stage < layers % pipeline) for stage in range(pipeline)]
-    return [WorkerShape(stage, heads) for stage in stages for _ in range(tensor)]
-
-
-def max_waste_bytes(buffers: list[BufferLayout]) -> int:
-    """Return the most bytes that a sequence wastes: one mapped and empty page on each worker (§7.4)."""
-    return sum(one.page_bytes for one in buffers)

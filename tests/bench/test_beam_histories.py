@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from bench.beam_histories import RECORDED_BEAMS, BeamHistory, BeamReplay, load_histories, pack_history, unpack_history
 from bench.histories import record
 from quire.bench.drive import Decoding, Load, drive
 from quire.bench.workloads import Job
@@ -21,7 +22,6 @@ from quire.protocol.method import Advance, Branch, Context
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.sim.cost_model import Coefficients, CostModel, ModelShape
-from quire.sim.histories import RECORDED_BEAMS, BeamHistory, BeamReplay, load_histories, pack_history, unpack_history
 from quire.sim.simulation import Simulation, TraceRequest
 from quire.startup.build import build
 
