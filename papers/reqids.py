@@ -6,10 +6,10 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from bench.fake_driver import FakeDriver
 from papers.entry import Point
 from quire import vattention
 from quire.vattention import VAttention, init
-from quire.worker.virtual import FakeDriver
 
 PLACES, TOKENS = 3, 16  # most pages of a reqId, and tokens of a page
 

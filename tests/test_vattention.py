@@ -17,10 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.fake_driver import FakeDriver
 from quire import vattention
 from quire.errors import InputError, StartupError
 from quire.vattention import Counts, VAttention, init
-from quire.worker.virtual import Driver, DriverError, FakeDriver
+from quire.worker.virtual import Driver, DriverError
 from quire.worker.virtual.memfd import MemfdDriver
 
 N, B, L, H, D, P, PAGE = 2, 4, 48, 2, 32, 4, 4096  # a page holds 16 tokens of a layer: 3 for a whole request
@@ -88,7 +89,7 @@ def test_it_imports_no_torch() -> None:
     code = (
         "import sys\n"
         "from quire.vattention import init\n"
-        "from quire.worker.virtual import FakeDriver\n"
+        "from bench.fake_driver import FakeDriver\n"
         "assert init(2, 4, 48, 2, 32, 4, 4096, pages=4, driver=FakeDriver(4096)).step([0] * 4) == 0\n"
         "sys.exit('torch' in sys.modules)"
     )

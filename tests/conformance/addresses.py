@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
+from bench.fake_driver import ByteSpan, FakeDriver
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.protocol.step_plan import (
     PageCopy,
@@ -29,7 +30,6 @@ from quire.protocol.step_plan import (
 from quire.sim.echo_pages import POISON, STATE_BYTES, Bytes, EchoPages, States
 from quire.sim.echo_runner import EchoRunner
 from quire.worker.virtual.driver import PageRun
-from quire.worker.virtual.fake import ByteSpan, FakeDriver
 
 Places = npt.NDArray[np.int64]
 """Which of all cells hold some bytes."""

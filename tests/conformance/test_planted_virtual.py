@@ -34,11 +34,11 @@ from test_planted import (
 )
 from traces import open_trace
 
+from bench.fake_driver import FakeDriver
 from quire.memory.virtual.virtual_memory import VirtualMemory
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageOp, TableWrite
 from quire.worker.virtual.driver import PageRun
-from quire.worker.virtual.fake import FakeDriver
 
 
 @instead_of(VirtualMemory, "_premap_next_slot")

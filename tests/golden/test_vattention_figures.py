@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from bench.fake_driver import FakeDriver
 from papers.reqids import pages_of
 from quire.vattention import VAttention, init
-from quire.worker.virtual import FakeDriver
 
 TOKENS = 32  # of a page; a reqId has places for three
 

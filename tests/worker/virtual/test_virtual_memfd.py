@@ -17,10 +17,11 @@ import pytest
 import torch
 from stored import leftovers
 
+from bench.fake_driver import FakeDriver
 from papers import call_latencies as latencies
 from papers.call_latencies import CallLatency, bandwidth, measure_latencies
 from quire.errors import StartupError
-from quire.worker.virtual import DriverError, FakeDriver, PageRun, map_all, open_driver
+from quire.worker.virtual import DriverError, PageRun, map_all, open_driver
 from quire.worker.virtual.memfd import MemfdDriver, check_map_count
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")

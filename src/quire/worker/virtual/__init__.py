@@ -1,4 +1,4 @@
-"""Virtual memory: drivers that map physical pages at fixed addresses, by the operating system, by CUDA, or simulated.
+"""Virtual memory: drivers that map physical pages at fixed addresses, by the operating system or by CUDA.
 
 The exported names import no torch; a device's driver is imported when it is opened.
 """
@@ -6,9 +6,8 @@ The exported names import no torch; a device's driver is imported when it is ope
 from __future__ import annotations
 
 from quire.worker.virtual.driver import CallTimes, Driver, DriverCounters, DriverError, PageRun, map_all
-from quire.worker.virtual.fake import FakeDriver
 
-__all__ = ["CallTimes", "Driver", "DriverCounters", "DriverError", "FakeDriver", "PageRun", "map_all", "open_driver"]
+__all__ = ["CallTimes", "Driver", "DriverCounters", "DriverError", "PageRun", "map_all", "open_driver"]
 
 
 def open_driver(device: str, page: int) -> Driver:

@@ -14,12 +14,12 @@ import torch
 
 from quire.errors import StartupError
 from quire.worker.virtual.dlpack_tensors import DLPackTensors
-from quire.worker.virtual.driver import DriverError, MappingDriver, check_page_size
+from quire.worker.virtual.driver import Driver, DriverError, check_page_size
 
 USE_PAGED = "Use --memory paged"
 
 
-class CudaDriver(MappingDriver):
+class CudaDriver(Driver):
     """A driver of pages of any multiple of the granularity (2 MiB on current GPUs) of CUDA device `index`.
 
     The content of a new page is undefined, so `map` zeroes a page when it is mapped for the first time, and waits for

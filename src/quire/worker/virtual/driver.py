@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quire.errors import QuireError, StartupError
 from quire.worker.virtual.mapping_table import MappingTable
@@ -70,62 +70,85 @@ class CallTimes:
             self._samples = None
 
 
-class Driver(Protocol):
+class Driver:
     """Virtual memory of one device, in pages of `page` bytes, a multiple of `granularity`.
 
     Addresses and lengths are multiples of `page`, inside one reservation. Anything else, a map over a mapped address,
     an unmap of an unmapped one, or a missing page fails an assertion and changes nothing. Not thread-safe: threads
     that share a driver need a lock."""
 
-    page: int
     granularity: int
-    calls: CallTimes
+    device: torch.device | None = None
+    """The device of the memory; None if nothing can compute on it."""
+    tensors: Any
+    """Makes tensors over addresses."""
 
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the memory; None if nothing can compute on it."""
-        ...
+    def __init__(self, page: int) -> None:
+        self.page, self.calls, self.mapping_table = page, CallTimes(), MappingTable(page)
+        self._reservations: list[tuple[int, int]] = []  # first address and length, from the system
 
     def reserve(self, nbytes: int) -> int:
         """Reserve at least `nbytes` addresses and return the first, a multiple of `page`. Nothing is mapped there, nor
         ever right after their end. Raise StartupError if there are too few addresses."""
-        ...
+        nbytes = -(-nbytes // self.page) * self.page
+        check_addresses(nbytes)
+        whole = nbytes + 2 * self.page  # room to begin at a multiple of a page and to end before a free one
+        try:
+            start = self._allocate_addresses(whole)
+        except DriverError as error:
+            cause = f"The memory 'virtual' asks for {nbytes:,} addresses in a row, which the system refuses ({error})"
+            raise StartupError(cause, "Lower --max-num-seqs or --max-model-len, or raise `ulimit -v`") from None
+        self._reservations.append((start, whole))
+        address = -(-start // self.page) * self.page
+        self.mapping_table.reserve(address, nbytes)
+        return address
+
+    def _allocate_addresses(self, nbytes: int) -> int:
+        """Return the first of `nbytes` free addresses in a row. Raise DriverError if the system refuses."""
+        raise NotImplementedError
 
     def create(self, count: int) -> None:
         """Create all physical pages, 0 to count - 1; once. Each holds zeros when first mapped. Raise StartupError, with
         no page created, if memory does not suffice."""
-        ...
+        raise NotImplementedError
 
     def map(self, address: int, page: int, count: int = 1) -> None:
         """Map pages page ... page + count - 1 at `address` in a row, readable and writable on return. Each may be
         mapped elsewhere too. Raise DriverError, with none of them mapped, if the system refuses."""
-        ...
+        raise NotImplementedError
 
     def unmap(self, address: int, count: int = 1) -> None:
         """Unmap `count` pages in a row; they keep their bytes. No enqueued work may access these addresses: see
         `fence`."""
-        ...
+        raise NotImplementedError
 
     def tensor(
         self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return a tensor over reserved addresses, mapped or not; strides in elements. Only mapped ones may be read."""
-        ...
+        self.mapping_table.check_tensor(address, shape, strides, dtype.itemsize)
+        tensor: torch.Tensor = self.tensors.create(address, shape, strides, dtype)
+        return tensor
 
     def fence(self) -> None:
         """Wait until no enqueued work can access mappings."""
-        ...
+        raise NotImplementedError
 
     def physical(self) -> int:
         """Return the bytes of physical memory in use as the system reports them, not as this driver counts them."""
-        ...
+        raise NotImplementedError
 
     @property
-    def counters(self) -> DriverCounters: ...
+    def counters(self) -> DriverCounters:
+        table, calls = self.mapping_table, self.calls
+        return DriverCounters(
+            table.num_maps, table.num_unmaps, len(table.page_by_address), table.num_pages * self.page,
+            dict(calls.counts), dict(calls.seconds),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Unmap and release everything; a second call does nothing. Raise DriverError while tensors live."""
-        ...
+        raise NotImplementedError
 
 
 class PageRun(NamedTuple):
@@ -148,49 +171,6 @@ def map_all(driver: Driver, runs: Iterable[PageRun]) -> None:
         for run in reversed(done):
             driver.unmap(run.address, run.num_pages)
         raise
-
-
-class MappingDriver:
-    """The parts of a Driver that all drivers share. `tensors` make tensors over addresses."""
-
-    tensors: Any
-
-    def __init__(self, page: int) -> None:
-        self.page, self.calls, self.mapping_table = page, CallTimes(), MappingTable(page)
-        self._reservations: list[tuple[int, int]] = []  # first address and length, from the system
-
-    def reserve(self, nbytes: int) -> int:
-        nbytes = -(-nbytes // self.page) * self.page
-        check_addresses(nbytes)
-        whole = nbytes + 2 * self.page  # room to begin at a multiple of a page and to end before a free one
-        try:
-            start = self._allocate_addresses(whole)
-        except DriverError as error:
-            cause = f"The memory 'virtual' asks for {nbytes:,} addresses in a row, which the system refuses ({error})"
-            raise StartupError(cause, "Lower --max-num-seqs or --max-model-len, or raise `ulimit -v`") from None
-        self._reservations.append((start, whole))
-        address = -(-start // self.page) * self.page
-        self.mapping_table.reserve(address, nbytes)
-        return address
-
-    def _allocate_addresses(self, nbytes: int) -> int:
-        """Return the first of `nbytes` free addresses in a row. Raise DriverError if the system refuses."""
-        raise NotImplementedError
-
-    def tensor(
-        self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        self.mapping_table.check_tensor(address, shape, strides, dtype.itemsize)
-        tensor: torch.Tensor = self.tensors.create(address, shape, strides, dtype)
-        return tensor
-
-    @property
-    def counters(self) -> DriverCounters:
-        table, calls = self.mapping_table, self.calls
-        return DriverCounters(
-            table.num_maps, table.num_unmaps, len(table.page_by_address), table.num_pages * self.page,
-            dict(calls.counts), dict(calls.seconds),
-        )  # fmt: skip
 
 
 def check_page_size(page: int, granularity: int, owner: str) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from quire.errors import StartupError
 from quire.worker.virtual.dlpack_tensors import DLPackTensors
-from quire.worker.virtual.driver import DriverError, MappingDriver, check_page_size
+from quire.worker.virtual.driver import Driver, DriverError, check_page_size
 
 RESERVE_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 MAP_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0x8000)
@@ -29,7 +29,7 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 MAX_MAP_COUNT_FILE = Path("/proc/sys/vm/max_map_count")
 
 
-class MemfdDriver(MappingDriver):
+class MemfdDriver(Driver):
     """A driver of pages of any multiple of the system's page size. Consecutive pages at consecutive addresses are one
     mapping of the process, even if mapped separately."""
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import count as numbers
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from quire.worker.virtual.driver import DriverError, MappingDriver
+from quire.worker.virtual.driver import Driver, DriverError
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class ByteSpan(NamedTuple):
     nbytes: int
 
 
-class FakeDriver(MappingDriver):
+class FakeDriver(Driver):
     """The checking driver. The `fail_at`-th map of a page, counted from 1, fails once."""
 
     device: torch.device | None = None
