@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from bench.echo_runner import EchoRunner
 from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.latency import spread
@@ -26,7 +27,6 @@ from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence as Seq
 from quire.protocol.step_plan import SliceResult, StepPlan, StepResult, TopLogprobs
-from quire.sim.echo_runner import EchoRunner
 
 SEQUENCES = (1, 256, 1000)
 CONTEXTS = (128, 32768)

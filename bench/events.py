@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+from bench.echo_runner import EchoRunner
 from quire.bench.arguments import add_numbers
 from quire.bench.document import short, table
 from quire.bench.machine import Others
@@ -25,7 +26,6 @@ from quire.memory.paged import PagedMemory
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence as Seq
-from quire.sim.echo_runner import EchoRunner
 
 BRANCHES, LONG = 128, 32768
 LOOKUP = 131072

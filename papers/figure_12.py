@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from bench.echo_runner import EchoRunner
 from quire.config import EngineConfig, Experiment
 from quire.core.engine import Engine
 from quire.core.scheduler import Scheduler
@@ -16,7 +17,6 @@ from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.model_spec import LayerSpec, ModelSpec, VisionSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import ImageEncoding
-from quire.sim.echo_runner import EchoRunner
 
 PICTURE = bytes(32)
 VOCAB = 64

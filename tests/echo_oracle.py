@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.echo_images import row_state, visible_rows
+from bench.echo_pages import RULES
+from bench.echo_runner import digest_of_later, draw_token, echo_state, fake_top, is_right_draft
 from quire.core.decoding import new_method
 from quire.protocol.images import ImageItem
 from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.method import Branch, Context
 from quire.protocol.sampling_params import SamplingParams
-from quire.sim.echo_images import row_state, visible_rows
-from quire.sim.echo_pages import RULES
-from quire.sim.echo_runner import digest_of_later, draw_token, echo_state, fake_top, is_right_draft
 
 FULL_GROUP = KVCacheGroup((0,), 16, 16, 1, range(1), run_tokens=1)  # full attention, the default
 

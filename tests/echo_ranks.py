@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from bench.echo_runner import EchoRunner
 from quire.config import EngineConfig
 from quire.distributed.rank_handle import launch_rank_process
 from quire.distributed.rank_messages import InitMessage
@@ -27,7 +28,6 @@ from quire.errors import PeerLost
 from quire.ipc.child_process import ChildProcess
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.step_plan import PageCopy, PageOp, SliceResult, StepPlan, StepResult
-from quire.sim.echo_runner import EchoRunner
 from quire.startup.rank_program import main
 
 VOCAB = 512

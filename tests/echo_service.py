@@ -20,6 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from waiting import wait_until
 
+from bench.echo_runner import EchoRunner
 from quire.async_llm import AsyncLLM
 from quire.config import EngineConfig
 from quire.core.engine import Engine
@@ -38,7 +39,6 @@ from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.shared_host import SharedHostMemory
 from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, StepResult
-from quire.sim.echo_runner import EchoRunner
 from quire.text.chat_template import ChatTemplate
 from quire.text.images.loader import ImageLoader
 from quire.text.input_processor import InputProcessor

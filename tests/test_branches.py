@@ -8,13 +8,13 @@ import pytest
 from echo_oracle import expected_states
 from memories import MEMORIES, Build
 
+from bench.echo_runner import EchoRunner, fake_top
 from quire.core.engine import Engine
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import common_prefix_len
 from quire.protocol.step_plan import StepResult
-from quire.sim.echo_runner import EchoRunner, fake_top
 from quire.text.session import Node, session_params
 
 VOCAB = 64

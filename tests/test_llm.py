@@ -19,12 +19,12 @@ from echo_oracle import expected_beams, expected_states, expected_tokens
 from echo_service import MAX_LEN, VOCAB, Echo, tokenizer
 
 import quire
+from bench.echo_runner import fake_top
 from quire.errors import EngineDead, InputError, PrefixesFull, PrefixTaken, PromptTooLong
 from quire.llm import LLM, BeamSearchParams
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.step_plan import StepResult
-from quire.sim.echo_runner import fake_top
 from quire.text.chat_template import ChatTemplate
 
 PARAMS = SamplingParams(max_tokens=8, seed=3, ignore_eos=True)
@@ -51,7 +51,7 @@ def test_public_names() -> None:
 def test_imports_stay_light() -> None:
     """`import quire.llm` and the engine's core need neither the server's libraries nor a tensor library."""
     heavy = ("torch", "pydantic", "fastapi", "uvicorn", "transformers", "tokenizers")
-    light = "quire.llm, quire.cli, quire.core.engine, quire.sim.echo_runner, quire.memory.interface"
+    light = "quire.llm, quire.cli, quire.core.engine, quire.memory.interface"
     code = f"import sys, {light}; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 

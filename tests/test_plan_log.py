@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from geometries import one_size
 from published_heads import HEAD, PublishedEagle3
 
 import quire
+from bench.echo_runner import EchoRunner
 from quire import SamplingParams
 from quire.cli import main
 from quire.core.runner import DeferredMaskRunner
@@ -24,6 +26,7 @@ from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.plan_log import LENGTH, MAGIC, MAX_IN_FLIGHT, LoggingRunner, PlanLog, with_plan_log
 from quire.protocol.step_plan import (
     PageCopy,
+    PageOp,
     Poison,
     SeqSlice,
     SliceResult,
@@ -36,8 +39,8 @@ from quire.protocol.step_plan import (
     TopLogprobs,
 )
 from quire.protocol.wire import decode_frame, encode_frame
-from quire.sim.echo_runner import EchoRunner
 from quire.sim.plan_replay import PlanReplayer, ReplayError, compare_files, iter_differences, replay
+from quire.worker.store import Store
 
 pytestmark = pytest.mark.xdist_group(name="plan_log")  # they share what takes seconds to make
 
@@ -101,7 +104,7 @@ def written(path: Path, *messages: StepPlan | StepResult, geometry: Any = SMALL)
 def test_a_served_log_replays_to_the_tables_of_its_runner(served: tuple[Path, np.ndarray]) -> None:
     path, tables = served
     done = replayed(path)
-    assert np.array_equal(np.array([group.table for group in done.echo.groups]), tables)
+    assert np.array_equal(np.array(done.tables), tables)
     assert done.counts["forks"] > 5
     assert all(done.op_counts[kind.__name__] for kind in (TableWrite, PageCopy, SwapOut, SwapIn, Poison)), (
         done.op_counts
@@ -117,7 +120,7 @@ def check_drafts_replay(log: Path, **settings: Any) -> None:
         llm.generate([PROMPT] * len(params), params, use_tqdm=False)
         tables = np.array(llm.engine.runner.store.host_tables)
     done = replayed(log)
-    assert all(np.array_equal(mine.table, other) for mine, other in zip(done.echo.groups, tables))
+    assert all(np.array_equal(mine, other) for mine, other in zip(done.tables, tables))
 
 
 def test_draft_slices_are_replayed(tmp_path: Path) -> None:
@@ -140,7 +143,7 @@ def test_draft_slices_are_replayed(tmp_path: Path) -> None:
                     break
                 replayer.step(earlier.plan, earlier.result)
         if result is None:
-            replayer.echo.groups[1].table[:] = 0
+            replayer.tables[1][:] = 0
         with pytest.raises(ReplayError, match=why):
             replayer.step(plan, result)
 
@@ -167,7 +170,7 @@ def test_draft_slices_of_a_head_are_replayed(tmp_path: Path) -> None:
         for one in earlier:
             replayer.step(one.plan, one.result)
         if changed is plan:
-            replayer.echo.groups[1].table[:] = 0
+            replayer.tables[1][:] = 0
         with pytest.raises(ReplayError, match=why):
             replayer.step(changed, None)
 
@@ -337,14 +340,15 @@ def test_two_replayers_that_disagree_are_noticed(
     served: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = served
-    real = EchoRunner.apply
+    real = Store.apply_page_ops
 
-    def lossy(runner: EchoRunner, entry: Any) -> None:
-        if isinstance(entry, TableWrite) and entry.pages:
-            entry = entry._replace(pages=(entry.pages[0] % 50 + 1, *entry.pages[1:]))
-        real(runner, entry)
+    def lossy(store: Store, page_ops: Sequence[PageOp]) -> None:
+        real(store, tuple(
+            op._replace(pages=(op.pages[0] % 50 + 1, *op.pages[1:])) if isinstance(op, TableWrite) and op.pages else op
+            for op in page_ops
+        ))  # fmt: skip
 
-    monkeypatch.setattr(EchoRunner, "apply", lossy)
+    monkeypatch.setattr(Store, "apply_page_ops", lossy)
     assert "is one page here and another one there" in str(refused(path))
 
 

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parent), str(HERE)]
 
 import vllm_kv  # noqa: E402
 
+from bench.echo_runner import EchoRunner  # noqa: E402
 from quire.bench.document import document, table, write  # noqa: E402
 from quire.config import EngineConfig  # noqa: E402
 from quire.core.request import Request  # noqa: E402
@@ -32,7 +33,6 @@ from quire.models import read_spec  # noqa: E402
 from quire.models.named_configs import named_config  # noqa: E402
 from quire.protocol.sampling_params import SamplingParams  # noqa: E402
 from quire.protocol.sequence import Sequence as Seq  # noqa: E402
-from quire.sim.echo_runner import EchoRunner  # noqa: E402
 from quire.startup.memory_plan import GIB, plan_memory  # noqa: E402
 
 KV_GIB = 40

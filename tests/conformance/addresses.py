@@ -14,6 +14,8 @@ from contextlib import ExitStack
 import numpy as np
 import numpy.typing as npt
 
+from bench.echo_pages import POISON, STATE_BYTES, Bytes, EchoPages, States
+from bench.echo_runner import EchoRunner
 from bench.fake_driver import ByteSpan, FakeDriver
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.protocol.step_plan import (
@@ -27,8 +29,6 @@ from quire.protocol.step_plan import (
     SwapOut,
     TableWrite,
 )
-from quire.sim.echo_pages import POISON, STATE_BYTES, Bytes, EchoPages, States
-from quire.sim.echo_runner import EchoRunner
 from quire.worker.virtual.driver import PageRun
 
 Places = npt.NDArray[np.int64]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from bench.echo_pages import RULES, EchoPages, States
 from quire.memory.policies import POLICIES, FullPolicy
 from quire.protocol.kv_cache_config import KVCacheGroup
 from quire.protocol.sequence import Sequence
-from quire.sim.echo_pages import RULES, EchoPages, States
 
 KEPT = 5
 """The tokens that are kept."""

@@ -14,10 +14,10 @@ from memories import MAX_LEN, MEMORIES, VOCAB, Build, host_free, host_total
 from pictured import PICTURED
 from traces import Trace
 
+from bench.echo_runner import EchoRunner
 from quire.core.engine import Engine
 from quire.core.validation import EngineLimits
 from quire.protocol.step_plan import ImageEncoding, PageCopy, StepPlan, SwapIn, SwapOut
-from quire.sim.echo_runner import EchoRunner
 
 KINDS = {PageCopy: "copies", SwapOut: "pages_out", SwapIn: "pages_in"}
 

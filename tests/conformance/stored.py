@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from memories import VOCAB, spec
 
+from bench.echo_pages import EchoPages, States
+from bench.echo_runner import EchoRunner
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup
 from quire.protocol.step_plan import PageOp, StepResult, TableWrite
-from quire.sim.echo_pages import EchoPages, States
-from quire.sim.echo_runner import EchoRunner
 from quire.worker.virtual.memfd import MemfdDriver
 from quire.worker.virtual.store import VirtualStore
 

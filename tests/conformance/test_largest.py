@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 from memories import VOCAB
 
+from bench.echo_runner import EchoRunner
 from quire.core.engine import Engine
 from quire.core.scheduler import Scheduler
 from quire.core.validation import EngineLimits
@@ -17,7 +18,6 @@ from quire.errors import InputError
 from quire.memory.paged import PagedMemory
 from quire.protocol.kv_cache_config import KVCacheConfig, KVCacheGroup, KVCacheLayout
 from quire.protocol.sampling_params import SamplingParams
-from quire.sim.echo_runner import EchoRunner
 
 SEQS, MAX_LEN = 8, 160
 

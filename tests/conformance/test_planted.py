@@ -14,6 +14,8 @@ import pytest
 from memories import MEMORIES
 from traces import STEMS, Asked, Checked, Watched, open_trace, run_trace
 
+from bench.echo_pages import EchoPages
+from bench.echo_runner import EchoRunner
 from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.memory.page_keys import KeyChain
@@ -25,8 +27,6 @@ from quire.memory.swap import Swap
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, SeqSlice, SliceResult, StepPlan, StepResult, SwapIn, SwapOut, TableWrite
-from quire.sim.echo_pages import EchoPages
-from quire.sim.echo_runner import EchoRunner
 
 Patch = pytest.MonkeyPatch
 Plant = Callable[[Patch], None]

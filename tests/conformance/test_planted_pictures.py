@@ -24,6 +24,9 @@ from test_planted import (
 )
 from traces import Asked, open_trace, run_trace
 
+from bench.echo_images import EchoImages
+from bench.echo_pages import STATE_BYTES, EchoPages, States
+from bench.echo_runner import EchoRunner
 from quire.core.encoder_budget import EncoderBudget
 from quire.memory import encoder_cache as gallery
 from quire.memory.encoder_cache import EncoderCache
@@ -34,9 +37,6 @@ from quire.protocol.images import ImageItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import ImageEncoding, PageOp, StepResult
-from quire.sim.echo_images import EchoImages
-from quire.sim.echo_pages import STATE_BYTES, EchoPages, States
-from quire.sim.echo_runner import EchoRunner
 from quire.text.chat_messages import ImageSource
 from quire.text.images import loader as sight
 

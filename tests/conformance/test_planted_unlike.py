@@ -28,6 +28,8 @@ from test_planted import (
 from traces import run_trace
 from unlike import FULL, STATE, UNLIKE, WINDOW, Kind, large, unlike
 
+from bench.echo_pages import STATE_BYTES, EchoPages, RecurrentStateRule
+from bench.echo_runner import EchoRunner
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_tables import PageTables
 from quire.memory.paged import PagedMemory
@@ -46,8 +48,6 @@ from quire.protocol.step_plan import (
     StepResult,
     TableWrite,
 )
-from quire.sim.echo_pages import STATE_BYTES, EchoPages, RecurrentStateRule
-from quire.sim.echo_runner import EchoRunner
 
 Make = Callable[[Build], PagedMemory]
 TWINS = unlike(*(Kind(8 + 8 * i, 2) for i in range(5)))

@@ -17,8 +17,8 @@ import pytest
 from memories import EVERY, RESERVED, VOCAB
 from traces import run_trace
 
+from bench.echo_runner import EchoRunner
 from quire.protocol.step_plan import PageCopy, Poison, StepPlan, SwapIn, SwapOut, TableWrite
-from quire.sim.echo_runner import EchoRunner
 
 FILE = Path(__file__).with_name("recorded.json.gz")
 LETTERS = {TableWrite: "t", PageCopy: "c", SwapOut: "o", SwapIn: "i", Poison: "p"}

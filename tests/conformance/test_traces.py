@@ -11,10 +11,10 @@ from pictured import LAYOUTS, PICTURED
 from traces import DEPTHS, WAYS, Asked, Told, Trace, drawn_trace, open_trace, run_trace
 from unlike import QUERIES
 
+from bench.echo_runner import EchoRunner
 from quire.protocol.images import ImageItem
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, SliceResult, StepPlan
-from quire.sim.echo_runner import EchoRunner
 
 
 def drawn(name: str, seed: int, depth: int) -> Told:

@@ -10,6 +10,7 @@ import pytest
 from echo_oracle import expected_tokens
 from memories import spec
 
+from bench.echo_runner import EchoPages, EchoRunner
 from quire.config import EngineConfig
 from quire.core.assembly import assemble
 from quire.core.engine import Engine
@@ -22,7 +23,6 @@ from quire.memory.paged import PagedMemory
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
-from quire.sim.echo_runner import EchoPages, EchoRunner
 
 VOCAB, LONGEST = 64, 48
 MODELS = [((None,), 4), ((None, 6, 6), 4), ((9, 9, None), 2)]  # windows of the layers, and tokens of a page

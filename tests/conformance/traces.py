@@ -15,6 +15,7 @@ from addresses import AddressedRunner, runner_for
 from echo_oracle import BeamResult, expected_beams, expected_states, expected_tokens
 from memories import MAX_LEN, VOCAB, Build, check_published, evictions, insides, is_static, is_unused
 
+from bench.echo_runner import EchoRunner, fake_top
 from quire.core.encoder_budget import EncoderBudget
 from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput
@@ -33,7 +34,6 @@ from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.seeds import branch_seed
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import ImageEncoding, StepPlan, StepResult
-from quire.sim.echo_runner import EchoRunner, fake_top
 
 EOS = frozenset({0})
 DEPTHS = (1, 2, 3)

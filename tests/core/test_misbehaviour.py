@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 from memories import MEMORIES, Build
 
+from bench.echo_runner import EchoRunner
 from quire.core.engine import Engine
 from quire.core.outputs import BranchOutput
 from quire.core.scheduler import Scheduler
@@ -22,7 +23,6 @@ from quire.errors import EngineDead, InputError
 from quire.protocol.method import Advance, Branch, Choice, Context, Ending
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import StepResult
-from quire.sim.echo_runner import EchoRunner
 from quire.text.session import session_params
 
 VOCAB, WIDTH, MAX_TOKENS = 64, 3, 12

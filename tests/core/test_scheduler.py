@@ -10,11 +10,11 @@ from echo_oracle import expected_tokens
 from memories import MAX_LEN, MEMORIES, VOCAB
 from traces import DEPTHS, Asked, Trace, open_trace
 
+from bench.echo_runner import EchoRunner
 from quire.core.request import Request, RequestStatus
 from quire.core.scheduler import Scheduler
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import StepPlan, StepResult
-from quire.sim.echo_runner import EchoRunner
 
 
 def opened(name: str = "paged-4", **how: Any) -> Trace:

@@ -15,6 +15,7 @@ from echo_oracle import expected_proposals, expected_tokens
 from memories import MAX_LEN, STATE, Build, paged
 from traces import DEPTHS, WAYS, Asked, Checked, Trace, Watched
 
+from bench.echo_runner import EchoRunner
 from quire.core import speculation
 from quire.core.preemption_costs import PreemptionCosts, SpeculationCosts
 from quire.core.recovery import RunnerRestarter
@@ -26,7 +27,6 @@ from quire.protocol.model_spec import LayerSpec
 from quire.protocol.sampling_params import SamplingParams, Structured
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import SeqSlice, StepPlan, StepResult
-from quire.sim.echo_runner import EchoRunner
 
 VOCAB = 8  # few tokens, so that n-grams occur again and are followed by the same token
 FREE = SpeculationCosts(PreemptionCosts(0.0, 0.0, 1.0, 0.0, 0.0), PreemptionCosts(0.0, 0.0, 0.0, 0.0, 0.0))

@@ -16,11 +16,11 @@ from pictured import LAYOUTS
 from traces import MAX_LEN, Trace
 from wired import drain, open_engine
 
+from bench.echo_runner import EchoRunner
 from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead, StartupError
 from quire.protocol.parallel_layout import ParallelLayout
 from quire.protocol.step_plan import MappingStats, StepPlan, StepResult
-from quire.sim.echo_runner import EchoRunner
 
 
 class Wired(RemoteRunner):

@@ -14,13 +14,13 @@ from memories import MEMORIES, VOCAB, Build
 from waiting import wait_until
 from wired import drain, engine_over
 
+from bench.echo_runner import EchoRunner
 from quire.core.engine import Engine
 from quire.core.recovery import RunnerRestarter
 from quire.distributed.remote_runner import RemoteRunner
 from quire.errors import EngineDead
 from quire.memory.interface import KVMemory
 from quire.protocol.sampling_params import SamplingParams
-from quire.sim.echo_runner import EchoRunner
 
 Start = Callable[[], RemoteRunner]
 GONE = "rank 1 failed: RuntimeError: the device is gone"

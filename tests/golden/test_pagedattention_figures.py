@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from memories import admit_one, spec
 
+from bench.echo_runner import EchoRunner
 from quire.config import EngineConfig
 from quire.core.decoding import new_method
 from quire.core.request import Request
@@ -21,7 +22,6 @@ from quire.protocol.method import Advance, Branch, Choice, Context
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import PageCopy, SliceResult, StepPlan, StepResult, TableWrite
-from quire.sim.echo_runner import EchoRunner
 
 BLOCK = 4
 BLOCKS = 9

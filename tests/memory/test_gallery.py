@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bench.echo_runner import EchoRunner
 from quire.config import EngineConfig
 from quire.core.encoder_budget import EncoderBudget
 from quire.core.engine import Engine
@@ -22,7 +23,6 @@ from quire.protocol.model_spec import LayerSpec, ModelSpec, VisionSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.sequence import Sequence
 from quire.protocol.step_plan import ImageEncoding, StepPlan
-from quire.sim.echo_runner import EchoRunner
 
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(8)]
 SELF, CROSS = LayerSpec(1, 8), LayerSpec(1, 8, is_cross_attention=True)

@@ -17,7 +17,7 @@ ROOT = HERE.parents[1]
 
 
 class Edit(NamedTuple):
-    """A change of one file of src/quire: the text `old`, which is there once, becomes `new`."""
+    """A change of one file, whose path is below src/quire: the text `old`, which is there once, becomes `new`."""
 
     file: str
     old: str
@@ -25,7 +25,7 @@ class Edit(NamedTuple):
 
     def source(self) -> tuple[str, str]:
         """Return the file's path and its changed source. AssertionError if `old` is not there exactly once."""
-        path = ROOT / "src" / "quire" / self.file
+        path = (ROOT / "src" / "quire" / self.file).resolve()
         text = path.read_text()
         assert text.count(self.old) == 1, f"{self.file} holds {text.count(self.old)} times, not once: {self.old!r}"
         return str(path), text.replace(self.old, self.new)

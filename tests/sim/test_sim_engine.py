@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from bench.echo_runner import EchoRunner
 from quire.config import EngineConfig, Experiment
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice, SlotInit, StepPlan, StepResult
 from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import AttentionShape, Coefficients, CostModel, ModelShape
-from quire.sim.echo_runner import EchoRunner
 from quire.sim.runner import SimRunner
 from quire.sim.simulation import RunTotals, Simulation, TraceRequest
 

@@ -1,8 +1,8 @@
 """Replay of a plan log without its model, and comparison of two logs.
 
-New slots and page operations are applied by two implementations that share no code: EchoRunner, in NumPy, and the Store
-of real models, in torch on a CPU, with pages of a few bytes. After each step their page tables must be equal, and every
-slice must have real pages wherever it reads and writes. Tokens are not used, so logs of any model can be replayed.
+Table writes are applied to tables in NumPy, and all page operations by the Store of real models, in torch on a CPU,
+with pages of a few bytes. After each step both page tables must be equal, and every slice must have real pages wherever
+it reads and writes. Tokens are not used, so logs of any model can be replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,13 +29,13 @@ from quire.protocol.step_plan import (
     PageOp,
     Poison,
     SeqSlice,
+    SlotInit,
     StepPlan,
     StepResult,
     SwapIn,
     SwapOut,
     TableWrite,
 )
-from quire.sim.echo_runner import EchoRunner
 
 if TYPE_CHECKING:
     from quire.worker.store import Store
@@ -50,16 +50,22 @@ class ReplayError(ValueError):
     """An inconsistency in a step, with its place in the plan."""
 
 
+class SlotContent(NamedTuple):
+    """The images of the sequence in a slot, and whether its sampling parameters need the tokens so far."""
+
+    images: tuple[ImageItem, ...]
+    needs_history: bool
+
+
 class PlanReplayer:
-    """Replays steps on both implementations. `step` raises ReplayError at the first inconsistency."""
+    """Replays steps on its own `tables`, one for each group, and on a Store. `step` raises ReplayError at the first
+    inconsistency."""
 
     def __init__(self, kv_config: KVCacheConfig) -> None:
         self.kv_config = kv_config
-        tiny = _shrink(kv_config)
-        self.echo = EchoRunner()
-        self.echo.bind(tiny)
-        self.store = _make_store(tiny)
-        self.images: dict[int, tuple[ImageItem, ...]] = {}
+        self.tables = [np.zeros((kv_config.slots, group.table_width), np.int64) for group in kv_config.groups]
+        self.store = _make_store(_shrink(kv_config))
+        self.slots: dict[int, SlotContent] = {}
         self.has_head = any(group.reads_hidden_states for group in kv_config.groups)
         self.counts: Counter[str] = Counter()
         self.op_counts: Counter[str] = Counter()
@@ -68,13 +74,7 @@ class PlanReplayer:
         """Replay and check a step."""
         for i, init in enumerate(plan.new_slots):
             self._check_slot(init.slot, f"new_slots[{i}]")
-            if init.parent_slot not in self.echo.slots and (init.parent_slot >= 0 or init.sampling is None):
-                raise ReplayError(
-                    f"new_slots[{i}]: slot {init.slot} inherits from slot {init.parent_slot}, "
-                    "which was never initialized"
-                )
-            self.echo.init_slot(init)
-            self.images[init.slot] = init.images
+            self._init_slot(init, f"new_slots[{i}]")
         self._replay(plan.page_ops, "page_ops")
         for i, seq_slice in enumerate(plan.slices):
             self._check_slice(seq_slice, f"slices[{i}]")
@@ -97,6 +97,18 @@ class PlanReplayer:
             tokens=sum(len(seq_slice.tokens) for seq_slice in plan.slices), collected=result is not None,
         )  # fmt: skip
 
+    def _init_slot(self, init: SlotInit, where: str) -> None:
+        given, parent = init.sampling, self.slots.get(init.parent_slot)
+        if parent is None and (given is None or init.parent_slot >= 0):
+            raise ReplayError(
+                f"{where}: slot {init.slot} inherits from slot {init.parent_slot}, which was never initialized"
+            )
+        has_parent_history = parent is not None and parent.needs_history
+        needs_history = has_parent_history if given is None else given.needs_history
+        if needs_history and not init.history and not has_parent_history:
+            raise ReplayError(f"{where}: slot {init.slot} has penalties and no history")
+        self.slots[init.slot] = SlotContent(init.images, needs_history)
+
     def _check_slot(self, slot: int, where: str) -> None:
         if not 0 < slot < self.kv_config.slots:
             raise ReplayError(f"{where}: slot {slot} is none of the {self.kv_config.slots}, or the scratch one")
@@ -104,8 +116,8 @@ class PlanReplayer:
     def _replay(self, page_ops: tuple[PageOp, ...], name: str) -> None:
         for i, op in enumerate(page_ops):
             self._check_op(op, f"{name}[{i}]")
-            if not isinstance(op, ImageEncoding):
-                self.echo.apply(op)
+            if isinstance(op, TableWrite):
+                self.tables[op.group][op.slot, op.first_page : op.first_page + len(op.pages)] = op.pages
         self.store.apply_page_ops(tuple(op for op in page_ops if not isinstance(op, ImageEncoding)))
         self.op_counts.update(type(op).__name__ for op in page_ops)
 
@@ -142,7 +154,7 @@ class PlanReplayer:
     def _check_encoding(self, op: ImageEncoding, where: str) -> None:
         """Check that the slot has the image and its parts, and the group a table entry for it."""
         self._check_slot(op.slot, where)
-        media = self.images.get(op.slot, ())
+        media = self.slots[op.slot].images if op.slot in self.slots else ()
         if not 0 <= op.image_index < len(media):
             raise ReplayError(f"{where}: slot {op.slot} has {len(media)} images, and not image {op.image_index}")
         if not 0 <= op.first_part < op.first_part + op.num_parts <= media[op.image_index].num_parts:
@@ -158,7 +170,7 @@ class PlanReplayer:
         """Check that the slot is initialized and has real pages for all positions that the slice reads and writes. With
         `num_drafts` it is a draft slice, for the draft model's groups, after a slice with that many draft tokens."""
         self._check_slot(seq_slice.slot, where)
-        if seq_slice.slot not in self.echo.slots:
+        if seq_slice.slot not in self.slots:
             raise ReplayError(f"{where}: slot {seq_slice.slot} was never initialized")
         if (
             seq_slice.start < 0
@@ -177,7 +189,7 @@ class PlanReplayer:
             if group.kind not in POSITIONAL_KINDS or group.is_draft != (num_drafts is not None):
                 continue
             first, last = group.num_full_pages(group.first_visible(seq_slice.start)), group.num_pages(end)
-            pages = self.echo.groups[g].table[seq_slice.slot, first:last]
+            pages = self.tables[g][seq_slice.slot, first:last]
             if last > group.table_width or not pages.all():
                 raise ReplayError(
                     f"{where}: slot {seq_slice.slot} has no real page for some position below {end} in group {g}"
@@ -200,8 +212,8 @@ class PlanReplayer:
         self._check_slice(row, where, 0)
 
     def _compare_tables(self, slots: set[int]) -> None:
-        """Check that the tables of both implementations are equal for these slots."""
-        for g, table in enumerate(group.table for group in self.echo.groups):
+        """Check that our tables are those of the Store for these slots."""
+        for g, table in enumerate(self.tables):
             for slot in slots:
                 other = self.store.host_tables[g][slot][: table.shape[1]]
                 if not np.array_equal(table[slot], other):
@@ -220,12 +232,11 @@ class PlanReplayer:
                 raise ReplayError(f"samples[{i}]: {len(sampled.tokens)} tokens, and {expected} were to be drawn")
 
     def digest(self) -> str:
-        """Return a digest of all tables. Raise ReplayError if those of both implementations differ."""
+        """Return a digest of all tables. Raise ReplayError if those of the Store differ."""
         self._compare_tables(set(range(self.kv_config.slots)))
         digest = hashlib.sha256()
-        for group in self.echo.groups:
-            for row in group.table:
-                digest.update(row.astype("<i8").tobytes())
+        for table in self.tables:
+            digest.update(table.astype("<i8").tobytes())
         return digest.hexdigest()
 
 
@@ -267,7 +278,7 @@ def replay(log: PlanLog) -> PlanReplayer:
         for step in log:
             replayer.step(step.plan, step.result)
         replayer.digest()
-    except (ReplayError, AssertionError) as error:  # EchoRunner and Store raise AssertionError
+    except (ReplayError, AssertionError) as error:  # Store raises AssertionError
         number, at = (step.number, step.offset) if step is not None else (0, 0)
         raise log.error(at, f"step {number}, {error}") from error
     return replayer

@@ -8,10 +8,10 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from bench.echo_pages import STATE_BYTES, Bytes, EchoPages, state_digest
 from quire.protocol.images import ImageItem
 from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.step_plan import ImageEncoding
-from quire.sim.echo_pages import STATE_BYTES, Bytes, EchoPages, state_digest
 
 
 def row_state(key: bytes, row: int) -> int:

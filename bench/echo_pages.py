@@ -29,7 +29,7 @@ def state_digest(data: bytes) -> int:
 
 class EchoRule:
     """Defines what one kind of group stores of a sequence, and what a token at a position attends to. This one is for
-    groups of image embeddings, which quire.sim.echo_images reads and writes."""
+    groups of image embeddings, which bench.echo_images reads and writes."""
 
     def expected_visible(
         self, group: KVCacheGroup, number: int, tokens: Seq[int], states: States, position: int, prompt: int

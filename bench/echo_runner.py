@@ -20,6 +20,8 @@ from functools import partial
 
 import numpy as np
 
+from bench.echo_images import EchoImages
+from bench.echo_pages import POISON, EchoPages, state_digest
 from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.images import ImagePixels
 from quire.protocol.kv_cache_config import KVCacheConfig
@@ -44,8 +46,6 @@ from quire.protocol.step_plan import (  # fmt: skip
     TopLogprobs,
 )
 from quire.protocol.wire import PAGE_OP_CODES
-from quire.sim.echo_images import EchoImages
-from quire.sim.echo_pages import POISON, EchoPages, state_digest
 
 CONSTANT_TOKEN = 7
 DRAFT_ACCEPTANCE = 0.7  # the share of right tokens among those that the draft model proposes
