@@ -44,12 +44,10 @@ class Embedding(ShardedModule):
     def tie_to_packed(self, product: object) -> None:
         """Look rows up in `product`, the packed weight of a tied head, and drop the plain weight, if rows can be read
         from that packing."""
-        from quire.kernels.cpu import linear, low_bit_linear
+        from quire.kernels.cpu.linear import PackedWeight, lookup_rows
 
-        if isinstance(product, linear.PackedLinear):
-            self.packed_lookup, self.weight = partial(linear.lookup_rows, product), None
-        if isinstance(product, low_bit_linear.PackedLowBitLinear):
-            self.packed_lookup, self.weight = partial(low_bit_linear.lookup_rows, product), None
+        if isinstance(product, PackedWeight):
+            self.packed_lookup, self.weight = partial(lookup_rows, product), None
 
     def forward(self, ids: Tensor, add_to: Tensor | None = None, offset: int = 0) -> Tensor:
         if self.exchange is not None:

@@ -11,13 +11,12 @@ from native_kernels import NONE, VARIANTS, fenced
 from torch import Tensor
 
 from quire.kernels.cpu.library import Library
+from quire.kernels.cpu.linear import linear, lookup_rows
 from quire.kernels.cpu.low_bit_linear import (
     LowBitFormat,
     LowBitWeight,
     PackedLowBitLinear,
     StackedLowBitLinear,
-    lookup_rows,
-    low_bit_linear,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -94,11 +93,11 @@ def test_products_are_those_of_fp64(use: Callable[[int], Library], form: LowBitF
                 wide = rows(count, columns + 3, dtype)
                 for x in (wide[:, :columns], wide[:, 3:].contiguous()):
                     into = torch.full((count, size + 5), 7.0, dtype=dtype)
-                    low_bit_linear(x, packed, into[:, 2:-3])
+                    linear(x, packed, into[:, 2:-3])
                     close(into[:, 2:-3], x, exact, bias.double())
                     assert (into[:, :2] == 7).all(), "what is beside the output stays"
                     assert (into[:, -3:] == 7).all(), "what is beside the output stays"
-            assert low_bit_linear(rows(3, columns, dtype)[:0], packed).shape == (0, size)
+            assert linear(rows(3, columns, dtype)[:0], packed).shape == (0, size)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -108,11 +107,11 @@ def test_gated_and_activated(use: Callable[[int], Library], dtype: torch.dtype) 
         weight, bias = weight_of(form, 70, 256), torch.randn(70)
         for count in (1, 9, 64):
             x = rows(count, 256, dtype)
-            gate, up = low_bit_linear(x, PackedLowBitLinear(weight, dtype, bias)).float().chunk(2, 1)
-            gated = low_bit_linear(x, PackedLowBitLinear(weight, dtype, bias, "silu", True)).float()
+            gate, up = linear(x, PackedLowBitLinear(weight, dtype, bias)).float().chunk(2, 1)
+            gated = linear(x, PackedLowBitLinear(weight, dtype, bias, "silu", True)).float()
             torch.testing.assert_close(gated, F.silu(gate) * up, rtol=0.03, atol=0.03)
-            active = low_bit_linear(x, PackedLowBitLinear(weight, dtype, bias, "relu"))
-            assert torch.equal(active, F.relu(low_bit_linear(x, PackedLowBitLinear(weight, dtype, bias)))), form
+            active = linear(x, PackedLowBitLinear(weight, dtype, bias, "relu"))
+            assert torch.equal(active, F.relu(linear(x, PackedLowBitLinear(weight, dtype, bias)))), form
 
 
 def test_rows_of_the_weight(use: Callable[[int], Library]) -> None:
@@ -138,9 +137,9 @@ def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(
         for threads in (1, 2, 3, 8):
             use(threads)
             packed = PackedLowBitLinear(weight, dtype, deterministic=True)
-            found.append(low_bit_linear(x, packed))
-            found.append(torch.cat([low_bit_linear(x[i : i + 7], packed) for i in range(0, 70, 7)]))
-            found.append(torch.cat([low_bit_linear(x[i : i + 1], packed) for i in range(70)]))
+            found.append(linear(x, packed))
+            found.append(torch.cat([linear(x[i : i + 7], packed) for i in range(0, 70, 7)]))
+            found.append(torch.cat([linear(x[i : i + 1], packed) for i in range(70)]))
         assert all(torch.equal(found[0], other) for other in found[1:])
 
 
@@ -151,10 +150,10 @@ def test_what_is_not_a_number_stays_so(use: Callable[[int], Library]) -> None:
         for value in (torch.nan, torch.inf):
             x = rows(count, 256, BF16)
             x[0, 77] = value
-            found = low_bit_linear(x, packed)
+            found = linear(x, packed)
             assert not found[0].isfinite().any()
             assert found[1:].isfinite().all()
-        assert (low_bit_linear(torch.zeros(count, 256, dtype=BF16), packed) == 0).all()
+        assert (linear(torch.zeros(count, 256, dtype=BF16), packed) == 0).all()
 
 
 def test_several_forms_are_one_product(use: Callable[[int], Library]) -> None:
@@ -176,6 +175,6 @@ def test_nothing_beyond_the_tensors_is_touched(use: Callable[[int], Library]) ->
             for count in (1, 7, 41):
                 x = fenced(rows(41, 256, dtype)[:count])
                 out = fenced(torch.zeros(count, 33, dtype=dtype))
-                low_bit_linear(x, packed, out)
+                linear(x, packed, out)
                 close(out, x, plain(weight))
             assert lookup_rows(packed, torch.tensor([32])).isfinite().all()

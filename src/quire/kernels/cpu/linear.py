@@ -34,40 +34,57 @@ MEMORY_BOUND_ROWS = 64  # up to as many rows, a product takes the time of readin
 LOOKUP_ROWS = 16  # rows of an embedding in a chunk
 
 
-class PackedLinear:
+class PackedWeight:
     """A packed weight [rows, columns] with its bias and activation; calling it with x returns `linear`(x, self).
-    `gated`: the weight is gate and up, stacked. `deterministic`: a row's bits do not depend on the number of rows; else
-    they may where that is faster."""
+    `gated`: the weight is gate and up, stacked. `dtype`: of x and of results. `deterministic`: a row's bits do not
+    depend on the number of rows; else they may where that is faster."""
 
-    __slots__ = ("activation", "bias", "columns", "data", "deterministic", "dtype", "gated", "rows")
+    __slots__ = ("activation", "bias", "columns", "data", "deterministic", "dtype", "gated", "panels", "rows")
+    data: Tensor
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False,
-        deterministic: bool = False,
+        self, shape: torch.Size, dtype: torch.dtype, bias: Tensor | None, activation: str | None, gated: bool,
+        deterministic: bool,
     ) -> None:  # fmt: skip
-        kernels = required_library()
-        self.rows, self.columns = weight.shape
+        self.rows, self.columns = shape
         self.activation = 0 if activation is None else ACTIVATIONS[activation]
-        self.dtype, self.gated, self.deterministic = weight.dtype, gated, deterministic
-        kind = DTYPES[self.dtype]
-        width = -(-self.columns // KTILE) * KTILE if kind == "bf16" else self.columns
-        panels = -(-self.rows // 2 // (PANEL // 2)) if gated else -(-self.rows // PANEL)
-        self.data = weight_arena().allocate(panels * PANEL, width, self.dtype)
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        kernels.call(f"pack_{kind}", panels, weight, self.data, self.rows, self.columns, weight.stride(0), int(gated))
-        self.bias = None if bias is None else pack_bias(bias, panels, gated)
+        self.dtype, self.gated, self.deterministic = dtype, gated, deterministic
+        self.panels = -(-self.rows // 2 // (PANEL // 2)) if gated else -(-self.rows // PANEL)
+        self.bias = None if bias is None else pack_bias(bias, self.panels, gated)
 
     def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self)
 
     @property
-    def panels(self) -> int:
-        return len(self.data) // PANEL
-
-    @property
     def width(self) -> int:
         """Columns of the result."""
         return self.rows // 2 if self.gated else self.rows
+
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        """Write `linear` of x [T, columns], whose rows are contiguous, to `out`; there is at least one row."""
+        raise NotImplementedError
+
+    def read_rows(self, ids: Tensor, out: Tensor, scale: float) -> None:
+        """Write the rows `ids` of the weight, times `scale`, to `out`; there is at least one."""
+        raise NotImplementedError
+
+
+class PackedLinear(PackedWeight):
+    """A packed weight in bf16 or fp32."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(weight.shape, weight.dtype, bias, activation, gated, deterministic)
+        kind = DTYPES[self.dtype]
+        width = -(-self.columns // KTILE) * KTILE if kind == "bf16" else self.columns
+        self.data = weight_arena().allocate(self.panels * PANEL, width, self.dtype)
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        args = weight, self.data, self.rows, self.columns, weight.stride(0), int(gated)
+        required_library().call(f"pack_{kind}", self.panels, *args)
 
     @property
     def kernel(self) -> str:
@@ -91,6 +108,21 @@ class PackedLinear:
             self.panels, self.activation, int(self.gated), int(self.deterministic), int(has_fast_bf16_dot()),
         )  # fmt: skip
 
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        """See PackedWeight."""
+        kernels, rows = required_library(), len(x)
+        chunks = kernels.threads * CHUNKS_PER_THREAD if kernels.threads > 1 else 1
+        per, groups = split_work(self, rows, self.max_chunk_rows(), chunks)
+        kernels.call(
+            self.kernel, -(-rows // per) * groups, *self.product_args(x, out, per, groups),
+            reads=self.data if rows <= MEMORY_BOUND_ROWS else None,
+        )  # fmt: skip
+
+    def read_rows(self, ids: Tensor, out: Tensor, scale: float) -> None:
+        """See PackedWeight."""
+        args = ids, self.data, out, len(ids), self.columns, out.stride(0), scale, LOOKUP_ROWS
+        required_library().call(f"packed_rows_{DTYPES[self.dtype]}", -(-len(ids) // LOOKUP_ROWS), *args)
+
 
 def pack_bias(bias: Tensor, panels: int, gated: bool) -> Tensor:
     """Return the bias in fp32, in the order of a packed weight's rows."""
@@ -106,7 +138,7 @@ def supports(weight: Tensor) -> bool:
     return 12 * _staged_bytes(weight.shape[1] * weight.element_size() // 4 + KTILE, weight.dtype) <= SCRATCH
 
 
-def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, packed: PackedWeight, out: Tensor | None = None) -> Tensor:
     """Return x W^T + bias [..., rows] for x [..., columns], with the weight's activation, computed in fp32 and rounded
     once. For a gated weight return activation(gate) * up [..., rows / 2]. The result is written to `out`, if given, of
     the same shape; x must be 2-D then."""
@@ -115,26 +147,18 @@ def linear(x: Tensor, packed: PackedLinear, out: Tensor | None = None) -> Tensor
         return linear(x.reshape(-1, x.shape[-1]), packed).view(*x.shape[:-1], -1)
     assert x.dtype == packed.dtype, f"{x.dtype} is not {packed.dtype}"
     assert x.shape[1] == packed.columns, f"{tuple(x.shape)} is not [T, {packed.columns}]"
-    x = x if x.stride(1) == 1 else x.contiguous()
-    rows = len(x)
     if out is None:
-        out = torch.empty(rows, packed.width, dtype=x.dtype, device=x.device)
-    if not rows:
-        return out
-    kernels = required_library()
-    per, groups = _split_work(rows, packed, kernels.threads)
-    kernels.call(
-        packed.kernel, -(-rows // per) * groups, *packed.product_args(x, out, per, groups),
-        reads=packed.data if rows <= MEMORY_BOUND_ROWS else None,
-    )  # fmt: skip
+        out = torch.empty(len(x), packed.width, dtype=x.dtype, device=x.device)
+    if len(x):
+        packed.multiply(x if x.stride(1) == 1 else x.contiguous(), out)
     return out
 
 
-def _split_work(rows: int, packed: PackedLinear, threads: int) -> tuple[int, int]:
-    """Return (most rows of a chunk, number of groups of panels); each chunk is some rows by one group."""
-    parts = -(-rows // packed.max_chunk_rows())
-    size = packed.data.numel() * packed.dtype.itemsize * -(-rows // 64)
-    chunks = threads * CHUNKS_PER_THREAD if threads > 1 else 1
+def split_work(packed: PackedWeight, rows: int, most: int, chunks: int) -> tuple[int, int]:
+    """Return (rows of a chunk, at most `most`; number of groups of panels) for about `chunks` chunks: each is some rows
+    by one group."""
+    parts = -(-rows // most)
+    size = packed.data.nbytes * -(-rows // 64)
     return -(-rows // parts), max(1, min(packed.panels, chunks // parts, size // MIN_CHUNK_BYTES))
 
 
@@ -153,13 +177,10 @@ def _staged_bytes(steps: int, dtype: torch.dtype) -> int:
     return -(-steps // BLOCK) * (BLOCK + 8) * (16 // dtype.itemsize) + 4 * PANEL
 
 
-def lookup_rows(packed: PackedLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
+def lookup_rows(packed: PackedWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
     """Return the rows `ids` [T] (int64, in range) of the weight, [T, columns], times `scale`."""
     assert not packed.gated, "a gated weight is no embedding"
     out = torch.empty(len(ids), packed.columns, dtype=packed.dtype, device=ids.device)
     if len(ids):
-        chunks = -(-len(ids) // LOOKUP_ROWS)
-        kernel = f"packed_rows_{DTYPES[packed.dtype]}"
-        args = ids, packed.data, out, len(ids), packed.columns, out.stride(0), scale, LOOKUP_ROWS
-        required_library().call(kernel, chunks, *args)
+        packed.read_rows(ids, out, scale)
     return out

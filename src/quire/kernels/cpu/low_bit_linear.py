@@ -17,19 +17,19 @@ from torch import Tensor
 from quire.kernels.cpu.library import SCRATCH, Library
 from quire.kernels.cpu.library_loader import library, required_library
 from quire.kernels.cpu.linear import (
-    ACTIVATIONS,
     CHUNKS_PER_THREAD,
     DTYPES,
     LOOKUP_ROWS,
     MEMORY_BOUND_ROWS,
     PANEL,
-    pack_bias,
+    PackedWeight,
+    linear,
+    split_work,
 )
 from quire.kernels.cpu.weight_arena import weight_arena
 
 MAX_CHUNK_ROWS = 256
 MAX_TILED_CHUNK_ROWS = 512  # the same on tiles, for which each chunk unpacks the weight
-MIN_CHUNK_BYTES = 1 << 16  # bytes of a weight that are not split among threads
 MAX_UNSTAGED_ROWS = 4  # up to as many rows, each chunk rounds them itself
 TILED_ROWS = 40  # the fewest rows for which tiles in bf16 are faster than integers
 TILED_COLUMNS = 8192  # the most on tiles: a panel in bf16 must fit in a thread's scratch memory
@@ -140,41 +140,22 @@ class LowBitWeight(NamedTuple):
         return LowBitWeight._make((self.form, *parts))
 
 
-class PackedLowBitLinear:
-    """A packed low-bit weight with its bias and activation; calling it with x returns `low_bit_linear`(x, self).
-    `gated`: the weight is gate and up, stacked. `dtype`: of x and of results. `deterministic`: a row's bits do not
-    depend on the number of rows."""
+class PackedLowBitLinear(PackedWeight):
+    """A packed low-bit weight."""
 
-    __slots__ = ("activation", "bias", "columns", "data", "deterministic", "dtype", "form", "gated", "rows")
+    __slots__ = ("form",)
 
     def __init__(
         self, weight: LowBitWeight, dtype: torch.dtype, bias: Tensor | None = None, activation: str | None = None,
         gated: bool = False, deterministic: bool = False,
     ) -> None:  # fmt: skip
-        kernels = required_library()
-        form = weight.form
-        self.rows, self.columns = weight.numbers.shape
-        self.form, self.dtype, self.gated, self.deterministic = form, dtype, gated, deterministic
-        self.activation = 0 if activation is None else ACTIVATIONS[activation]
+        super().__init__(weight.numbers.shape, dtype, bias, activation, gated, deterministic)
+        self.form = form = weight.form
         assert self.columns % (form.superblock or form.group) == 0, f"{self.columns} columns are no multiple of a group"
-        panels = -(-self.rows // 2 // (PANEL // 2)) if gated else -(-self.rows // PANEL)
-        self.data = weight_arena().allocate(panels * PANEL, form.row_bytes(self.columns), torch.uint8)
+        self.data = weight_arena().allocate(self.panels * PANEL, form.row_bytes(self.columns), torch.uint8)
         tensors = [None if part is None else part.contiguous() for part in weight[1:]]
         args = *tensors, self.data, self.rows, self.columns, int(gated), *form.kernel_args
-        kernels.call("pack_quantised", panels, *args)
-        self.bias = None if bias is None else pack_bias(bias, panels, gated)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return low_bit_linear(x, self)
-
-    @property
-    def panels(self) -> int:
-        return len(self.data) // PANEL
-
-    @property
-    def width(self) -> int:
-        """Columns of the result."""
-        return self.rows // 2 if self.gated else self.rows
+        required_library().call("pack_quantised", self.panels, *args)
 
     @property
     def kernel(self) -> str:
@@ -210,6 +191,23 @@ class PackedLowBitLinear:
             self.min_tiled_rows(),
         )  # fmt: skip
 
+    def multiply(self, x: Tensor, out: Tensor) -> None:
+        """See PackedWeight."""
+        kernels, rows = required_library(), len(x)
+        tiled = 0 < self.min_tiled_rows() <= rows
+        most = MAX_TILED_CHUNK_ROWS if tiled else MAX_CHUNK_ROWS
+        per, groups = split_work(self, rows, most, kernels.threads * CHUNKS_PER_THREAD)
+        staged = self.stage(x) if rows > MAX_UNSTAGED_ROWS and not tiled else None
+        kernels.call(
+            self.kernel, -(-rows // per) * groups, *self.product_args(x, out, per, groups, staged)[:-1], int(tiled),
+            reads=self.data if rows <= MEMORY_BOUND_ROWS else None,
+        )  # fmt: skip
+
+    def read_rows(self, ids: Tensor, out: Tensor, scale: float) -> None:
+        """See PackedWeight."""
+        args = ids, self.data, out, len(ids), self.columns, out.stride(0), scale, LOOKUP_ROWS, *self.form.kernel_args
+        required_library().call(f"quantised_rows_{DTYPES[self.dtype]}", -(-len(ids) // LOOKUP_ROWS), *args)
+
 
 class StackedLowBitLinear:
     """Packed low-bit weights of different formats whose rows are stacked; called as one linear layer."""
@@ -223,7 +221,7 @@ class StackedLowBitLinear:
         rows = [part.rows for part in self.parts]
         out = torch.empty(len(x), sum(rows), dtype=x.dtype, device=x.device)
         for part, part_out in zip(self.parts, out.split_with_sizes(rows, 1)):
-            low_bit_linear(x, part, part_out)
+            linear(x, part, part_out)
         return out
 
 
@@ -233,51 +231,6 @@ def supports(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     return library() is not None and device.type == "cpu" and dtype in DTYPES and fits
 
 
-def low_bit_linear(x: Tensor, packed: PackedLowBitLinear, out: Tensor | None = None) -> Tensor:
-    """Return x W^T + bias [..., rows] for x [..., columns], as `quire.kernels.cpu.linear.linear`."""
-    if x.dim() != 2:
-        assert out is None, "x must be 2-D if `out` is given"
-        return low_bit_linear(x.reshape(-1, x.shape[-1]), packed).view(*x.shape[:-1], -1)
-    assert x.dtype == packed.dtype, f"{x.dtype} is not {packed.dtype}"
-    assert x.shape[1:] == (packed.columns,), f"{tuple(x.shape)} is not [T, {packed.columns}]"
-    x = x if x.stride(1) == 1 else x.contiguous()
-    rows = len(x)
-    if out is None:
-        out = torch.empty(rows, packed.width, dtype=x.dtype, device=x.device)
-    if not rows:
-        return out
-    kernels = required_library()
-    least = packed.min_tiled_rows()
-    tiled = 0 < least <= rows
-    per, groups = _split_work(rows, packed, kernels.threads, tiled)
-    staged = packed.stage(x) if rows > MAX_UNSTAGED_ROWS and not tiled else None
-    kernels.call(
-        packed.kernel, -(-rows // per) * groups, *packed.product_args(x, out, per, groups, staged)[:-1], int(tiled),
-        reads=packed.data if rows <= MEMORY_BOUND_ROWS else None,
-    )  # fmt: skip
-    return out
-
-
 def has_tiles(own: Library) -> bool:
     """Return True if the library multiplies by AMX tiles."""
     return bool(own.native.linear_has_tiles())
-
-
-def _split_work(rows: int, packed: PackedLowBitLinear, threads: int, tiled: bool) -> tuple[int, int]:
-    """Return (most rows of a chunk, number of groups of panels); each chunk is some rows by one group."""
-    most = MAX_TILED_CHUNK_ROWS if tiled else MAX_CHUNK_ROWS
-    parts = -(-rows // most)
-    size = packed.data.numel() * -(-rows // 64)
-    return -(-rows // parts), max(1, min(packed.panels, threads * CHUNKS_PER_THREAD // parts, size // MIN_CHUNK_BYTES))
-
-
-def lookup_rows(packed: PackedLowBitLinear, ids: Tensor, scale: float = 1.0) -> Tensor:
-    """Return the rows `ids` [T] (int64, in range) of the weight, [T, columns], times `scale`."""
-    assert not packed.gated, "a gated weight is no embedding"
-    out = torch.empty(len(ids), packed.columns, dtype=packed.dtype, device=ids.device)
-    kernels = required_library()
-    if len(ids):
-        chunks, name = -(-len(ids) // LOOKUP_ROWS), f"quantised_rows_{DTYPES[packed.dtype]}"
-        args = ids, packed.data, out, len(ids), packed.columns, out.stride(0), scale, LOOKUP_ROWS
-        kernels.call(name, chunks, *args, *packed.form.kernel_args)
-    return out
