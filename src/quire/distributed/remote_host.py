@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from quire.distributed import node_messages
@@ -38,20 +37,10 @@ class RemoteRankProcess(ChildProcess):
 
     def __init__(self, host: RemoteHost, number: int) -> None:
         self._host, self._number, self.exit = host, number, ""
-        self.connections = []
-        self.process: Any = SimpleNamespace(kill=host.kill)
-
-    def describe_exit(self, timeout: float = 1.0) -> str:
-        """See ChildProcess."""
-        return self.exit if self.wait_or_kill(timeout) else "left its connection, and goes on"
 
     def is_stopped(self) -> bool:
         """See ChildProcess; as of the last report."""
         return not self.exit and self._host.states[self._number].stopped
-
-    def has_exited(self) -> bool:
-        """See ChildProcess."""
-        return bool(self.exit)
 
     def wait_or_kill(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the rank's end. Return True if it came. The agent kills a rank that goes on

@@ -114,20 +114,7 @@ def read_mamba2(fields: ConfigReader) -> DecoderConfig:
         family="mamba2",
         hidden=hidden,
         layers=(LayerConfig(mixer="state", feed_forward="none"),) * read_layer_count(fields),
-        state_mixer=Mamba2Config(
-            hidden=hidden,
-            itemsize=_read_itemsize(fields),
-            heads=heads,
-            heads_key="num_heads",
-            head_dim=head_dim,
-            groups=_read_groups(fields, "n_groups", 8, heads),
-            d_state=fields.get_int("state_size", 128, MAX_D_STATE),
-            d_conv=fields.get_int("conv_kernel", 4, MAX_D_CONV, MIN_D_CONV),
-            conv_bias=fields.get_bool("use_conv_bias", True),
-            bias=fields.get_bool("use_bias", False),
-            norm_eps=eps,
-            step_limits=_read_step_limits(fields),
-        ),
+        state_mixer=_read_mamba2_mixer(fields, hidden, eps, ("num_heads", heads), head_dim, "state_size"),
         norm_eps=eps,
         tied=fields.get_bool("tie_word_embeddings", False),
         max_len=MAMBA_MAX_LEN,
@@ -184,7 +171,7 @@ def read_granite_hybrid(fields: ConfigReader) -> DecoderConfig:
         residual_scale=_scale(residual),
         logits_scale=_scale(1.0 / logits_scaling),
         experts=experts,
-        state_mixer=_read_mamba2_mixer(fields, hidden, eps),
+        state_mixer=_read_bamba_mixer(fields, hidden, eps),
         weight_names=_granite_hybrid_names(count),
     )
 
@@ -217,20 +204,7 @@ def read_nemotron_h(fields: ConfigReader) -> DecoderConfig:
         gated=False,
         mlp_bias=fields.get_bool("mlp_bias", False),
         norm_eps=eps,
-        state_mixer=Mamba2Config(
-            hidden=hidden,
-            itemsize=_read_itemsize(fields),
-            heads=heads,
-            heads_key="mamba_num_heads",
-            head_dim=head_dim,
-            groups=_read_groups(fields, "n_groups", 8, heads),
-            d_state=fields.get_int("ssm_state_size", 128, MAX_D_STATE),
-            d_conv=fields.get_int("conv_kernel", 4, MAX_D_CONV, MIN_D_CONV),
-            conv_bias=fields.get_bool("use_conv_bias", True),
-            bias=fields.get_bool("use_bias", False),
-            norm_eps=eps,
-            step_limits=_read_step_limits(fields),
-        ),
+        state_mixer=_read_mamba2_mixer(fields, hidden, eps, ("mamba_num_heads", heads), head_dim, "ssm_state_size"),
         weight_names=names,
         weight_prefixes=("backbone.", "model."),
     )
@@ -291,12 +265,32 @@ def read_bamba(fields: ConfigReader) -> DecoderConfig:
         kv_heads=8,
         mlp_bias=fields.get_bool("mlp_bias", False),
         norm_eps=eps,
-        state_mixer=_read_mamba2_mixer(fields, hidden, eps),
+        state_mixer=_read_bamba_mixer(fields, hidden, eps),
         weight_names={**JAMBA_NAMES, **prefixed("layers.*.mixer", "layers.*.mamba.", MAMBA2_NAMES)},
     )
 
 
-def _read_mamba2_mixer(fields: ConfigReader, hidden: int, eps: float) -> Mamba2Config:
+def _read_mamba2_mixer(
+    fields: ConfigReader, hidden: int, eps: float, heads: tuple[str, int], head_dim: int, state_key: str
+) -> Mamba2Config:
+    """Return the mixer that the keys of Mamba-2 and Nemotron-H describe; `heads` are the key and their number."""
+    return Mamba2Config(
+        hidden=hidden,
+        itemsize=_read_itemsize(fields),
+        heads=heads[1],
+        heads_key=heads[0],
+        head_dim=head_dim,
+        groups=_read_groups(fields, "n_groups", 8, heads[1]),
+        d_state=fields.get_int(state_key, 128, MAX_D_STATE),
+        d_conv=fields.get_int("conv_kernel", 4, MAX_D_CONV, MIN_D_CONV),
+        conv_bias=fields.get_bool("use_conv_bias", True),
+        bias=fields.get_bool("use_bias", False),
+        norm_eps=eps,
+        step_limits=_read_step_limits(fields),
+    )
+
+
+def _read_bamba_mixer(fields: ConfigReader, hidden: int, eps: float) -> Mamba2Config:
     """Return the mixer that the keys of Granite 4 and Bamba describe."""
     heads, expand = fields.get_int("mamba_n_heads", 128), fields.get_int("mamba_expand", 2, MAX_EXPAND)
     is_auto = fields.config.get("mamba_d_head") in (None, "auto")
