@@ -21,7 +21,7 @@ from quire.bench.replay import need_gpu
 from quire.bench.shapes import built
 from quire.cli.flags import config_from
 from quire.core.engine import Engine
-from quire.distributed.kernel_profiler import KernelProfiler
+from quire.distributed.rank_queries import KernelProfiler
 from quire.errors import StartupError
 from quire.protocol.sampling_params import SamplingParams
 

@@ -1050,7 +1050,7 @@ TAKEN = {
         "memory/page_layout.py",
     ],
     "layer types and what they keep": [
-        "memory/policies.py", "memory/requirements.py", "memory/jenga/retention.py", "memory/jenga/compaction.py",
+        "memory/policies.py", "memory/requirements.py", "memory/jenga/retention.py", "memory/jenga/shared_pool.py",
         "memory/prefix_waiters.py",
     ],
     "pictures": ["memory/encoder_cache.py", "core/encoder_budget.py"],

@@ -16,7 +16,7 @@ from bench.mixed import Timed, show
 from bench.wire import ROWS
 from quire.bench.structured import made_up
 from quire.core import grammar_masks
-from quire.distributed.kernel_profiler import covered_time, kernel_kind
+from quire.distributed.rank_queries import covered_time, kernel_kind
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import PagePool
 

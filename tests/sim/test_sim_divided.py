@@ -13,9 +13,8 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.protocol.parallel_layout import ParallelLayout
 from quire.protocol.step_plan import LAST_SAMPLED, SeqSlice, StepPlan
-from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import Coefficients, CostModel, Division, Links, ModelShape, StepWork
-from quire.sim.runner import SimRunner
+from quire.sim.runner import SimRunner, VirtualClock
 
 MEASUREMENTS = Path(__file__).parents[2] / "docs/measurements"
 SHAPE = ModelShape(body_weights=100, head_weights=0, itemsize=2, attention=())

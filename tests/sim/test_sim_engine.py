@@ -12,9 +12,8 @@ from quire.config import EngineConfig, Experiment
 from quire.protocol.model_spec import LayerSpec, ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import FIRST_DRAFT, SeqSlice, SlotInit, StepPlan, StepResult
-from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import AttentionShape, Coefficients, CostModel, ModelShape
-from quire.sim.runner import SimRunner
+from quire.sim.runner import SimRunner, VirtualClock
 from quire.sim.simulation import RunTotals, Simulation, TraceRequest
 
 SPEC = ModelSpec("none", (LayerSpec(2, 16),) * 2, 512, 256, 64, 4, 128, 10**6, eos_ids=(7, 8))

@@ -16,7 +16,7 @@ from quire.bench.structured import made_up
 from quire.protocol.structured_output import Structured, StructuredOutputsParams
 from quire.text.grammars.compiler import CompiledGrammar, GrammarCompiler, GrammarMatcher
 from quire.text.grammars.counted_strings import MIN_VOCAB
-from quire.text.grammars.prefix_tree import MAX_FORCED, MAX_MASKS, MAX_NODES, PrefixNode, PrefixTreeBudget
+from quire.text.grammars.matcher import MAX_FORCED, MAX_MASKS, MAX_NODES, PrefixNode, PrefixTreeBudget
 
 END = 0
 COUNTED = form({"type": "array", "items": {"type": "string", "maxLength": 3000}}, compact=True)

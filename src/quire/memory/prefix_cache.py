@@ -16,7 +16,7 @@ from operator import add, sub
 from typing import NamedTuple
 
 from quire.memory.cache_log import CacheLog
-from quire.memory.jenga.compaction import compact
+from quire.memory.jenga.shared_pool import compact
 from quire.memory.page_keys import KeyChain, PromptKeys
 from quire.memory.page_pool import SCRATCH
 from quire.memory.page_tables import PageTables

@@ -17,11 +17,31 @@ from quire.protocol.kv_cache_config import KVCacheConfig
 from quire.protocol.sampling_params import MAX_N
 from quire.protocol.seeds import WORD_MASK, splitmix64
 from quire.protocol.step_plan import SeqSlice, SliceResult, SlotInit, StepPlan, StepResult
-from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import CostModel, StepWork, add_padding, step_work
 
 FIRST_TOKEN = 7
 DrawFunction = Callable[[SeqSlice, SlotInit], SliceResult]
+
+
+class VirtualClock:
+    """A time in seconds, which never decreases."""
+
+    __slots__ = ("now",)
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        """Advance by `seconds`."""
+        assert seconds >= 0, f"{seconds} seconds can't pass"
+        self.now += seconds
+
+    def advance_to(self, time: float) -> None:
+        """Advance to `time`, if it is later than now."""
+        self.now = max(self.now, time)
 
 
 class InFlightStep(NamedTuple):

@@ -25,9 +25,8 @@ from quire.protocol.images import ImageItem, ImagePixels
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import StepPlan
-from quire.sim.clock import VirtualClock
 from quire.sim.cost_model import CostModel, StepWork
-from quire.sim.runner import DrawFunction, PaddingCounts, SimRunner
+from quire.sim.runner import DrawFunction, PaddingCounts, SimRunner, VirtualClock
 
 MIN_TIMELINE_SAMPLES = 400  # in a run
 OBJECTIVE_CHECK_SECONDS = 1.0  # virtual seconds between checks if a run has failed

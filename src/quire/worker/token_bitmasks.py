@@ -93,9 +93,9 @@ class TokenBitmasks:
             device_places.record_stream(current)  # both tensors share one storage
             mask_logits(logits, device_places, device_bits)
         elif has_kernels(self.device, logits.dtype) and logits.stride(1) == 1:
-            from quire.kernels.cpu import masking
+            from quire.kernels.cpu import sampling
 
-            masking.mask_logits(logits, torch.from_numpy(places), torch.from_numpy(self._bits))
+            sampling.mask_logits(logits, torch.from_numpy(places), torch.from_numpy(self._bits))
         else:
             rows = np.flatnonzero(places >= 0)
             unpacked = np.unpackbits(self._bits[places[rows]].view(np.uint8), axis=1, bitorder="little")
@@ -105,14 +105,14 @@ class TokenBitmasks:
     def wrap_epilogue(self, epilogue: Any, max_rows: int) -> Any:
         """Return an epilogue of a recorded step that masks up to `max_rows` rows, then calls `epilogue`. Call
         `fill_epilogue` before each replay."""
-        from quire.kernels.cpu import masking
+        from quire.kernels.cpu import sampling
 
         if self._epilogue_rows is None or len(self._epilogue_rows) != max_rows:  # shared by all epilogues
             self._epilogue_rows = np.full(max_rows, -1, dtype=np.int64)
         places, bits = torch.from_numpy(self._epilogue_rows), torch.from_numpy(self._bits)
 
         def masked_epilogue(logits: Tensor, slots: Tensor) -> Any:
-            masking.mask_logits(logits, places[: len(logits)], bits)
+            sampling.mask_logits(logits, places[: len(logits)], bits)
             return epilogue(logits, slots)
 
         return masked_epilogue

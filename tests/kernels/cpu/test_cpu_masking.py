@@ -7,7 +7,7 @@ import pytest
 import torch
 from grids import check_masks
 
-from quire.kernels.cpu import masking
+from quire.kernels.cpu import sampling
 from quire.kernels.cpu.library_loader import library
 from quire.protocol.step_plan import TokenBitmask
 from quire.worker.token_bitmasks import TokenBitmasks
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="no kernels are built"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "vocab"), [(1, 31), (3, 64), (5, 1001), (64, 3072)])
 def test_masks_equal_unpacked_bits(rows: int, vocab: int, dtype: torch.dtype) -> None:
-    check_masks(masking.mask_logits, rows, vocab, dtype, torch.device("cpu"))
+    check_masks(sampling.mask_logits, rows, vocab, dtype, torch.device("cpu"))
 
 
 def test_by_torch_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Greedy and random sampling with temperature, min_p, top_k and top_p, equal to quire.worker.gumbel given the same
-likelihoods. One operation samples all rows of a step; a row's result depends only on the row."""
+likelihoods, and masks over logits. One operation does all rows of a step; a row's result depends only on the row."""
 
 from __future__ import annotations
 
@@ -28,3 +28,16 @@ def sample(
         f"sample_{DTYPE_SUFFIXES[logits.dtype]}", rows, logits, params, draw_rows, seeds, positions, slots,
         last_sampled, tokens, faults, logits.stride(0), vocab, len(tokens),
     )  # fmt: skip
+
+
+def mask_logits(logits: Tensor, mask_rows: Tensor, bits: Tensor) -> None:
+    """Set logits [R, V], whose rows are contiguous, to -inf where the row's mask has no bit. The mask of row r is
+    bits[mask_rows[r]], int32 [M, ceil(V / 32)], the lowest bit of a word first. mask_rows [R] int64; -1: no mask."""
+    rows, vocab = logits.shape
+    assert logits.stride(1) == 1, "a row's logits must be contiguous"
+    assert mask_rows.is_contiguous() and bits.is_contiguous(), "masks must be contiguous"  # noqa: PT018
+    if rows:
+        required_library().call(
+            f"mask_{DTYPE_SUFFIXES[logits.dtype]}", rows, logits, mask_rows, bits, logits.stride(0), vocab,
+            bits.shape[1]
+        )  # fmt: skip
