@@ -20,9 +20,8 @@ import numpy as np
 
 from bench.beam_histories import BeamReplay, load_histories
 from quire.bench.arrivals import poisson
-from quire.bench.endless import Endless
 from quire.bench.simulate import SimulatedDeployment, read_deployment
-from quire.bench.workloads import EDGE, RequestSpec
+from quire.bench.workloads import EDGE, Endless, RequestSpec
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.memory.answers import Usage

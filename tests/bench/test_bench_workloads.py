@@ -12,8 +12,7 @@ import pytest
 
 from quire.bench.arrivals import Burst, Poisson, Ramp, Uniform, parse_arrivals, poisson
 from quire.bench.copying import PARTS
-from quire.bench.endless import BLOCK, Endless
-from quire.bench.workloads import MAX_PROMPT_TOKENS, MAX_REQUESTS, Copying, RequestSpec, parse
+from quire.bench.workloads import BLOCK, MAX_PROMPT_TOKENS, MAX_REQUESTS, Copying, Endless, RequestSpec, parse
 from quire.errors import StartupError
 
 # From the generators that the other engines' runs used: name, seed, first lengths, sums of prompts and of outputs.

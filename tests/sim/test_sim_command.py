@@ -185,7 +185,8 @@ def test_a_search_ends_where_requests_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At twice the rate a workload would have more requests than one may have: what was found is kept."""
-    monkeypatch.setattr("quire.bench.endless.MAX_REQUESTS", 100)
+    monkeypatch.setattr("quire.bench.workloads.MAX_REQUESTS", 100)
+    monkeypatch.setattr("quire.bench.workloads.BLOCK", 100)
     first, last = results(tmp_path, "--workload", "fixed:4:1", *FIND, "--rate", "4", "--seconds", "10")
     assert (first["rate"], last["rate"]) == (4, 8)
     assert last["meets"]

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.bench.arrivals import poisson
 from quire.bench.calibrate import shape_of
 from quire.bench.document import document, short, table, write
-from quire.bench.endless import Endless
 from quire.bench.latency import Trace, latencies, totals
 from quire.bench.pictured import Eyes
 from quire.bench.plots import COLOURS, figure
 from quire.bench.traces import Traced, counter, load_trace
-from quire.bench.workloads import EXPECTED, Workload, parse
+from quire.bench.workloads import EXPECTED, Endless, Workload, parse
 from quire.cli.flags import add_engine_flags, config_from
 from quire.cli.parser import Parser
 from quire.config import EngineConfig

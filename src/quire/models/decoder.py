@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,6 @@ from quire.layers.mlp import MLP, GatedMLP
 from quire.layers.module_list import module_list
 from quire.layers.moe import SparseMLP
 from quire.layers.norm import LayerNorm, ResidualSum, RMSNorm
-from quire.layers.pipeline import make_layers
 from quire.layers.prepare import MappedWeights, prepare_layers
 from quire.layers.rotary import RotaryEmbedding
 from quire.layers.sharding import ParameterShards, ShardRange, shard_heads, shard_vocab
@@ -43,6 +42,35 @@ from quire.models.decoder_config import DecoderConfig, LayerConfig
 from quire.models.forward_context import ForwardContext
 from quire.models.weight_names import WeightSource, expand_weight_names
 from quire.protocol.parallel_layout import UNSHARDED, Shard
+
+Layer = TypeVar("Layer", bound=nn.Module)
+STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {
+    MambaConfig: MambaMixer,
+    ShortConvConfig: ShortConvMixer,
+    Mamba2Config: Mamba2Mixer,
+    DeltaRuleConfig: DeltaRuleMixer,
+}
+"""The mixers with states, by their declarations."""
+
+
+class PPMissingLayer(nn.Module):
+    """The placeholder for a layer of another pipeline stage (GPipe, arXiv:1811.06965), so that layers keep their
+    numbers: returns x and delta, the pending residual, unchanged."""
+
+    def mix(self, x: Tensor, delta: Tensor | None, *rest: Any, last: bool = False) -> Tensor | None:
+        """As the last layer: return the delta that the next stage adds."""
+        return delta
+
+    def feed_forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The part of the layer after `mix`."""
+        return x, delta
+
+
+def make_layers(shard: Shard, count: int, make: Callable[[int], Layer]) -> Sequence[Layer]:
+    """Return an nn.ModuleList of `count` layers: those of the shard's stage, and placeholders for the others. These are
+    typed as layers too: they have the methods that `run_layers` of a model calls."""
+    local = shard.layer_range(count)
+    return module_list(make(layer) if layer in local else cast(Layer, PPMissingLayer()) for layer in range(count))
 
 
 class Attention(nn.Module):
@@ -101,15 +129,6 @@ class Attention(nn.Module):
         gate, qkv = qkv[:, : self.gate_heads], qkv[:, self.gate_heads :]
         out = ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
         return out * (ctx.select_logits_rows(gate) if last else gate).flatten(1).sigmoid()
-
-
-STATE_MIXERS: dict[type[StateMixerConfig], Callable[..., StateMixer]] = {
-    MambaConfig: MambaMixer,
-    ShortConvConfig: ShortConvMixer,
-    Mamba2Config: Mamba2Mixer,
-    DeltaRuleConfig: DeltaRuleMixer,
-}
-"""The mixers with states, by their declarations."""
 
 
 def attention_sinks(model: nn.Module) -> dict[int, Tensor]:
