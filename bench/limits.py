@@ -26,7 +26,7 @@ from quire.bench.calibrate import shape_of
 from quire.bench.document import short, table
 from quire.bench.drive import Decoding
 from quire.bench.machine import Others
-from quire.bench.steps import clock_of
+from quire.bench.shapes import clock_of
 from quire.bench.workloads import EXPECTED, Job, parse
 from quire.cli.flags import config_from
 from quire.core.engine import Engine

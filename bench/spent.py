@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import quire.worker.model_runner as running
 import quire.worker.step_context as stepping
-from quire.bench.steps import clock_of
+from quire.bench.shapes import clock_of
 from quire.core.engine import Engine
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear

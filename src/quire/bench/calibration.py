@@ -6,7 +6,6 @@ repeats counts, since disturbances only make a sample slower.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from quire.bench.shapes import local_runner
+from quire.bench.shapes import clock_of, local_runner, wait_for_device
 from quire.core.engine import Engine
 from quire.core.preemption_costs import PreemptionCosts
 from quire.memory.interface import KVMemory
@@ -139,20 +138,14 @@ def _steps(engine: Engine, count: int) -> None:
 
 
 def _timed(engine: Engine, work: Callable[[], None]) -> float:
-    """Return the seconds of `work`: CPU time of this process if it computes on one thread, else wall-clock time."""
-    import torch
-
-    device = local_runner(engine).device
-    if device.type == "cpu":
-        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-        began = clock()
-        work()
-        return clock() - began
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
+    """Return the seconds of `work` by `clock_of`."""
+    runner = local_runner(engine)
+    clock = clock_of(runner)
+    wait_for_device(runner.device)
+    began = clock()
     work()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    wait_for_device(runner.device)
+    return clock() - began
 
 
 def fit_computed(lengths: Sequence[int], seconds: Sequence[float]) -> tuple[Fit, float]:

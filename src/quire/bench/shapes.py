@@ -1,10 +1,12 @@
-"""Small models for measurements: a shape with dummy weights, given to the engine as a folder with a config.json."""
+"""Engines for measurements: small models, which are a shape with dummy weights, given to the engine as a folder with a
+config.json; and the clock of an engine's device."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,3 +40,20 @@ def built(config: EngineConfig, shape: Mapping[str, Any] | None = None) -> Itera
 def local_runner(engine: Engine) -> ModelRunner:
     """Return the runner of an engine that runs its model in this process."""
     return cast("ModelRunner", engine.runner)
+
+
+def clock_of(runner: Any) -> Callable[[], float]:
+    """Return the process's CPU clock if a CPU runner uses one thread, else the wall clock: other processes don't affect
+    the former."""
+    import torch
+
+    alone = runner.device.type == "cpu" and torch.get_num_threads() == 1
+    return time.process_time if alone else time.perf_counter
+
+
+def wait_for_device(device: Any) -> None:
+    """Wait until a GPU has done all work; do nothing on a CPU."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple, cast
 
 from quire.bench.calibration import TOKEN, host_tokens, swap_seconds
 from quire.bench.contexts import stop
-from quire.bench.shapes import local_runner
+from quire.bench.shapes import clock_of, local_runner, wait_for_device
 from quire.bench.workloads import Job
 from quire.core.engine import Engine
 from quire.core.runner import Runner
@@ -254,7 +254,7 @@ def moves(engine: Engine) -> Coefficients:
     for _ in range(REPEATS):
         began = clock()
         runner.store.apply_page_ops(entries)
-        _wait(runner.device)
+        wait_for_device(runner.device)
         seconds.append(clock() - began)
     copied = min(seconds) / (count * group.page_bytes)
     return NOTHING._replace(swapped_byte=swapped, copied_byte=copied)
@@ -270,18 +270,9 @@ def bandwidth_of(device: Any) -> float:
     for _ in range(REPEATS + 1):
         began = time.perf_counter()
         target.copy_(source)
-        _wait(device)
+        wait_for_device(device)
         seconds.append(time.perf_counter() - began)
     return 2 * len(source) / min(seconds)
-
-
-def clock_of(runner: Any) -> Callable[[], float]:
-    """Return the process's CPU clock if a CPU runner uses one thread, else the wall clock: other processes don't affect
-    the former."""
-    import torch
-
-    alone = runner.device.type == "cpu" and torch.get_num_threads() == 1
-    return time.process_time if alone else time.perf_counter
 
 
 def mark(runner: Any) -> Any:
@@ -293,10 +284,3 @@ def mark(runner: Any) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _wait(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
