@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -72,6 +72,8 @@ from quire.worker.warmup import TOKEN_COUNTS, warm_up
 
 if TYPE_CHECKING:
     from quire.kernels.triton.compile_process import KernelCompiler
+    from quire.models import Model
+    from quire.models.transformers_model import TransformersModel
     from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
     from quire.worker.mixed_graphs import MixedGraphs
     from quire.worker.recorded_steps import RecordedDecodeSteps
@@ -80,19 +82,6 @@ TORCH_BACKENDS = {"reference": ReferenceBackend, "sdpa": SdpaBackend, "contiguou
 
 DeferredSampling = Callable[[], PendingSamples]
 """Samples rows whose masks arrived after their logits."""
-
-
-class RunnableModel(Protocol):
-    """The model interface that the runner needs (see quire.models). A vision model also has a `vision_encoder`. Rows
-    that `embed` returns have `row_width` numbers, if the model has that, else those of a hidden state. A shard has the
-    `exchange` of its ranks, and its `logits` takes `local=True` for its own part of the vocabulary."""
-
-    @property
-    def can_cut_attention(self) -> bool: ...
-    def __call__(self, tokens: Tensor, ctx: Any) -> Tensor: ...
-    def embed(self, tokens: Tensor, ctx: Any) -> tuple[Tensor, Tensor]: ...
-    def finish_selected(self, x: Tensor, attended: Tensor) -> Tensor: ...
-    def logits(self, hidden_states: Tensor) -> Tensor: ...
 
 
 class Ticket(NamedTuple):
@@ -123,7 +112,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: RunnableModel,
+        model: Model | TransformersModel,
         spec: ModelSpec,
         dtype: torch.dtype,
         device: torch.device,
@@ -136,13 +125,13 @@ class ModelRunner:
         map_in_background: bool = False,
         shared_buffer: Tensor | None = None,
         state_dtype: torch.dtype = torch.float32,
-        make_model: Callable[[], RunnableModel] | None = None,
+        make_model: Callable[[], Model | TransformersModel] | None = None,
         notices: tuple[str, ...] = (),
         max_drafts: int = 0,
         synthetic_acceptance: float | None = None,
-        draft_model: RunnableModel | None = None,
+        draft_model: Model | TransformersModel | None = None,
         draft_spec: ModelSpec | None = None,
-        make_draft_model: Callable[[], RunnableModel] | None = None,
+        make_draft_model: Callable[[], Model | TransformersModel] | None = None,
         max_step_tokens: int = 0,
         shared_host: SharedHostMemory | None = None,
         kernel_compiler: KernelCompiler | None = None,
@@ -153,7 +142,7 @@ class ModelRunner:
         of `draft_spec` proposes them; its vocabulary is that of the model, and the memory is that of
         `spec.with_draft(draft_spec)`. If it is a SpeculationHead, steps have at most `max_step_tokens` tokens, whose
         hidden states are kept. `kernel_compiler` compiles the kernels of the first warm-up, which closes it."""
-        self.model: Any = model  # a RunnableModel, or None in a sleep of level 2
+        self.model: Any = model  # None in a sleep of level 2
         self.make_model, self.notices = make_model, notices
         self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _make_backend(attention, deterministic, max_drafts)

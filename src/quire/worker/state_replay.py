@@ -24,32 +24,23 @@ small launches per layer, which the device starts while the host plans the next 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels.mamba_states import StateCache, StatePlan, make_state_tiles, state_pages
+from quire.models.decoder import Decoder
 from quire.worker.step_context import StepStates
 from quire.worker.store import Store
 from quire.worker.verification import Verification
-
-
-class StatefulModel(Protocol):
-    """A model whose layers have states."""
-
-    def advance_states(self, tokens: int, state: Callable[[int], tuple[StateCache, StatePlan]]) -> None: ...
 
 
 class StateReplay:
     """Advances the states of `model` in the pages of `store`, after verifications of up to `max_drafts` draft tokens of
     a slice."""
 
-    def __init__(self, model: Any, store: Store, max_drafts: int) -> None:
-        self.model: StatefulModel = model
-        self.store, self.max_drafts = store, max_drafts
+    def __init__(self, model: Decoder, store: Store, max_drafts: int) -> None:
+        self.model, self.store, self.max_drafts = model, store, max_drafts
 
     def run(self, verification: Verification, accepted: Tensor | np.ndarray) -> None:
         """Enqueue the computation of the states after `accepted` [V] draft tokens of each slice that has some."""
