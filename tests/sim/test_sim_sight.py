@@ -11,9 +11,8 @@ from quire.protocol.images import ImageItem
 from quire.protocol.model_spec import LayerSpec, ModelSpec, VisionSpec
 from quire.protocol.sampling_params import SamplingParams
 from quire.protocol.step_plan import ImageEncoding, SeqSlice, StepPlan
-from quire.sim.cost_model import Coefficients, CostModel, ModelShape, step_work
+from quire.sim.cost_model import Coefficients, CostModel, ModelShape, VisionShape, attended_images, step_work
 from quire.sim.simulation import Simulation, TraceRequest
-from quire.sim.vision_cost import VisionShape, attended_images
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 NOTHING = Coefficients(*(0.0,) * 10)

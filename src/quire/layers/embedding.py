@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.kernels.cpu.dispatch import has_kernels
-from quire.kernels.cpu.embedding import embedding
+from quire.kernels.cpu.rows import embedding, has_kernels
 from quire.layers.exchange import Exchange, ShardedModule
 from quire.layers.sharding import ShardRange, as_shard_range
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.errors import StartupError, short_repr
-from quire.kernels.cpu import activation as cpu
-from quire.kernels.cpu import dispatch
+from quire.kernels.cpu import rows
 from quire.kernels.cpu.linear import ACTIVATIONS as CPU_ACTIVATIONS
 from quire.layers.experts_config import SWIGLU_ALPHA, SWIGLU_LIMIT
 from quire.layers.linear import Linear
@@ -87,8 +86,8 @@ class GatedMLP(nn.Module):
         """Choose kernels. Call once, after loading. `deterministic`: as for `Linear`."""
         self.packed_kernel = self.gate_up.pack_with_activation(self.act_name, True, deterministic)
         weight = self.gate_up.weight
-        if dispatch.has_kernels(self.device, self.dtype) and self.act_name in CPU_ACTIVATIONS:
-            self.gate_kernel = cpu.act_and_mul
+        if rows.has_kernels(self.device, self.dtype) and self.act_name in CPU_ACTIVATIONS:
+            self.gate_kernel = rows.act_and_mul
         if weight is None or not weight.is_cuda:
             return
         from quire.kernels.triton import activation, fp8_linear, linear
@@ -127,8 +126,8 @@ class MLP(nn.Module):
     def prepare(self, deterministic: bool = False) -> None:
         """Choose kernels. Call once, after loading. `deterministic`: as for `Linear`."""
         self.packed_kernel = self.up.pack_with_activation(self.act_name, False, deterministic)
-        if dispatch.has_kernels(self.device, self.dtype) and self.act_name in CPU_ACTIVATIONS:
-            self.act_in_place = cpu.act
+        if rows.has_kernels(self.device, self.dtype) and self.act_name in CPU_ACTIVATIONS:
+            self.act_in_place = rows.act
         if self.up.weight is None or not self.up.weight.is_cuda:
             return
         from quire.kernels.triton import activation

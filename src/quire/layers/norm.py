@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.kernels.cpu import dispatch, norm
+from quire.kernels.cpu import rows
 from quire.layers.exchange import Exchange, ShardedModule
 
 
@@ -100,8 +100,8 @@ class RMSNorm(ShardedModule):
         if self.offset or self.factor != 1:
             weight = (self.weight.float() + float(self.offset)) * self.factor
             self.weight, self.offset, self.factor = nn.Parameter(weight, requires_grad=False), False, 1.0
-        if dispatch.has_kernels(self.weight.device, self.dtype):
-            self.kernel = norm.rms_norm
+        if rows.has_kernels(self.weight.device, self.dtype):
+            self.kernel = rows.rms_norm
         if self.weight.is_cuda:
             from quire.kernels.triton.launch import supports_pdl
             from quire.kernels.triton.norm import rms_norm
@@ -163,8 +163,8 @@ class LayerNorm(ShardedModule):
 
     def prepare(self) -> None:
         """Choose the kernel that computes sum and norm at once. Call once, after loading."""
-        if dispatch.has_kernels(self.weight.device, self.weight.dtype):
-            self.kernel = norm.layer_norm
+        if rows.has_kernels(self.weight.device, self.weight.dtype):
+            self.kernel = rows.layer_norm
         if self.weight.is_cuda:
             from quire.kernels.triton.launch import supports_pdl
             from quire.kernels.triton.norm import layer_norm

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.cpu import activation, dispatch
+from quire.kernels.cpu import rows
 
 
 class Softcap(nn.Module):
@@ -28,8 +28,8 @@ class Softcap(nn.Module):
 
     def prepare(self) -> None:
         """Choose the kernel. Call once, after loading."""
-        if dispatch.has_kernels(self.device, self.dtype):
-            self.kernel = activation.softcap
+        if rows.has_kernels(self.device, self.dtype):
+            self.kernel = rows.softcap
         if self.device.type == "cuda":
             from quire.kernels.triton.activation import softcap
             from quire.kernels.triton.launch import supports_pdl

@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from quire.kernels.cpu import convolution
-from quire.kernels.cpu.dispatch import has_kernels
+from quire.kernels.cpu.rows import has_kernels
 from quire.kernels.mamba_states import StateCache, StatePlan, causal_conv
 from quire.layers.exchange import ShardedModule
 from quire.layers.linear import Linear

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.dispatch import has_kernels
-from quire.kernels.cpu.embedding import embedding
+from quire.kernels.cpu.rows import embedding, has_kernels
 
 
 class HiddenStates:

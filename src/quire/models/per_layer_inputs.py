@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.cpu.activation import act_times
-from quire.kernels.cpu.dispatch import has_kernels
 from quire.kernels.cpu.linear import ACTIVATIONS
+from quire.kernels.cpu.rows import act_times, has_kernels
 from quire.layers.embedding import Embedding
 from quire.layers.linear import Linear
 from quire.layers.mlp import get_activation

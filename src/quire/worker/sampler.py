@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.dispatch import has_kernels
+from quire.kernels.cpu.rows import has_kernels
 from quire.kernels.forward_batch import to_device
 from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.sampling_params import MAX_LOGPROBS

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES
+from quire.kernels.cpu.rows import DTYPE_SUFFIXES
 from quire.kernels.cpu.sampling import sample
 from quire.worker.gumbel import truncates
 from quire.worker.staging_buffer import StagingBuffer

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.dispatch import has_kernels
+from quire.kernels.cpu.rows import has_kernels
 from quire.protocol.seq_slices import SeqSlices
 from quire.protocol.step_plan import SeqSlice, TokenBitmask
 from quire.worker.staging_buffer import StagingBuffer

@@ -7,10 +7,9 @@ import pytest
 import torch
 from native_kernels import NONE, VARIANTS, fenced
 
-from quire.kernels.cpu import activation
-from quire.kernels.cpu.embedding import embedding
+from quire.kernels.cpu import rows as row_kernels
 from quire.kernels.cpu.linear import PackedLinear, linear, lookup_rows
-from quire.kernels.cpu.norm import layer_norm, rms_norm
+from quire.kernels.cpu.rows import embedding, layer_norm, rms_norm
 from quire.kernels.cpu.sampling import sample
 
 pytestmark = [
@@ -45,9 +44,9 @@ def test_rows(dtype: torch.dtype) -> None:
             rms_norm(x, weight, 1e-5, delta=some(3, size, dtype=dtype), post_norm_weight=bias, out=out).isfinite().all()
         )
         assert layer_norm(x, weight, bias, 1e-5, out=out).isfinite().all()
-        assert activation.act_and_mul(some(3, 2 * size, dtype=dtype), "gelu", out=out).isfinite().all()
-        assert activation.act(x, "gelu_new", bias).isfinite().all()
-        assert activation.softcap(x, 30.0).isfinite().all()
+        assert row_kernels.act_and_mul(some(3, 2 * size, dtype=dtype), "gelu", out=out).isfinite().all()
+        assert row_kernels.act(x, "gelu_new", bias).isfinite().all()
+        assert row_kernels.softcap(x, 30.0).isfinite().all()
         assert embedding(fenced(torch.tensor([4, 0])), some(5, size, dtype=dtype), scale=2.0).isfinite().all()
 
 

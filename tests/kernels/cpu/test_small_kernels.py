@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from native_kernels import NONE, VARIANTS, served_by
 from torch import Tensor
 
-from quire.kernels.cpu import activation
-from quire.kernels.cpu.embedding import embedding
-from quire.kernels.cpu.norm import layer_norm, rms_norm
+from quire.kernels.cpu import rows as row_kernels
+from quire.kernels.cpu.rows import embedding, layer_norm, rms_norm
 from quire.layers.mlp import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=NONE)
@@ -61,15 +60,15 @@ def test_norms_equal_torch(dtype: torch.dtype, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("name", sorted(set(activation.ACTIVATIONS) & set(ACTIVATIONS)))
+@pytest.mark.parametrize("name", sorted(set(row_kernels.ACTIVATIONS) & set(ACTIVATIONS)))
 @pytest.mark.usefixtures("variant")
 def test_activations_equal_torch(dtype: torch.dtype, name: str) -> None:
     for rows, size in ((1, 1), (3, 37), (2, 1536), (1, 20000)):
         both, bias = some(rows, 2 * size, dtype=dtype) * 4, some(size, dtype=dtype, seed=1)
         gate, up = both.double().chunk(2, dim=1)
-        check(activation.act_and_mul(both, name), ACTIVATIONS[name](gate) * up)
+        check(row_kernels.act_and_mul(both, name), ACTIVATIONS[name](gate) * up)
         x = both[:, :size].clone()
-        assert activation.act(x, name, bias) is x
+        assert row_kernels.act(x, name, bias) is x
         check(x, ACTIVATIONS[name](both[:, :size].double() + bias.double()))
 
 
@@ -77,7 +76,7 @@ def test_activations_equal_torch(dtype: torch.dtype, name: str) -> None:
 def test_extreme_numbers_are_activated_as_torch_does() -> None:
     x = torch.tensor([-torch.inf, -1e30, -200.0, -1e-30, 0.0, 1e-30, 200.0, 1e30, torch.inf, torch.nan] * 3)[None]
     for name in ("relu", "gelu", "gelu_new"):
-        got, want = activation.act(x.clone(), name), ACTIVATIONS[name](x)
+        got, want = row_kernels.act(x.clone(), name), ACTIVATIONS[name](x)
         finite = want.isfinite()
         assert torch.allclose(got[finite], want[finite], rtol=1e-5, atol=1e-37), name
         assert got[0, -1].isnan(), f"{name} keeps what is not a number"
@@ -90,7 +89,7 @@ def test_softcap_equals_torch(dtype: torch.dtype) -> None:
         x = some(rows, size, dtype=dtype) * 30
         x[0, 0], x[0, 1] = 1e-4, 5000
         want = 30.0 * torch.tanh(x.double() / 30.0)
-        got = activation.softcap(x.clone(), 30.0)
+        got = row_kernels.softcap(x.clone(), 30.0)
         check(got, want)
         assert abs(got[0, 0].double() / want[0, 0] - 1) < 2**-8, "small ones are as exact as large ones"
 
@@ -114,7 +113,7 @@ def test_results_depend_neither_on_threads_nor_on_rows(monkeypatch: pytest.Monke
     found = []
     for threads in (1, 2, 3, 8):
         with served_by(VARIANTS[0], threads, monkeypatch):
-            found.append((rms_norm(x, weight, 1e-6), activation.act_and_mul(both, "silu")))
-            alone = rms_norm(x[7:8], weight, 1e-6), activation.act_and_mul(both[7:8], "silu")
+            found.append((rms_norm(x, weight, 1e-6), row_kernels.act_and_mul(both, "silu")))
+            alone = rms_norm(x[7:8], weight, 1e-6), row_kernels.act_and_mul(both[7:8], "silu")
         assert all(torch.equal(one[0], many[7]) for one, many in zip(alone, found[-1], strict=True))
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

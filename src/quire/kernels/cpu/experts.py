@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES, split_columns
 from quire.kernels.cpu.library_loader import required_library
 from quire.kernels.cpu.linear import CHUNKS_PER_THREAD, MIN_CHUNK_BYTES, PackedLinear
 from quire.kernels.cpu.low_bit_linear import MAX_UNSTAGED_ROWS, PackedLowBitLinear
+from quire.kernels.cpu.rows import DTYPE_SUFFIXES, split_columns
 
 Packed = PackedLinear | PackedLowBitLinear
 ROUTED_ROWS = 16  # of a chunk

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.kernels.cpu.dispatch import DTYPE_SUFFIXES
 from quire.kernels.cpu.library_loader import required_library
+from quire.kernels.cpu.rows import DTYPE_SUFFIXES
 
 
 def sample(
