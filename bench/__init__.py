@@ -1,4 +1,5 @@
-"""Measurements of parts of the engine, which `quire bench` runs in a checkout beside those of the package."""
+"""Measurements of parts of the engine, which `quire bench` runs in a checkout beside those of the package; and what
+stands for a model (echo_runner.py) or a device (fake_driver.py) in measurements and tests."""
 
 from __future__ import annotations
 

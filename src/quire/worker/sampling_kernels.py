@@ -6,6 +6,7 @@ Inputs are rows and their parameters; the sampler has the slots' parameters. See
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -82,20 +83,17 @@ class TritonSampling:
             kernels.greedy(logits, slots, last_sampled, tokens, faults, scratch, self.pdl)
             return tokens, faults
 
-        def make_random(has_truncation: bool) -> Epilogue:
-            def random(logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-                rows = len(logits)
-                scratch = kernels.SamplingScratch.allocate(rows, vocab, device, has_truncation)
-                tokens, faults = torch.empty((2, rows), dtype=torch.int64, device=device)
-                kernels.sample(
-                    logits, params, sample_to_row[:rows], seeds, positions, slots, last_sampled, tokens, faults,
-                    scratch, has_truncation, self.pdl,
-                )  # fmt: skip
-                return tokens, faults
+        def random(has_truncation: bool, logits: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+            rows = len(logits)
+            scratch = kernels.SamplingScratch.allocate(rows, vocab, device, has_truncation)
+            tokens, faults = torch.empty((2, rows), dtype=torch.int64, device=device)
+            kernels.sample(
+                logits, params, sample_to_row[:rows], seeds, positions, slots, last_sampled, tokens, faults,
+                scratch, has_truncation, self.pdl,
+            )  # fmt: skip
+            return tokens, faults
 
-            return random
-
-        return {"greedy": greedy, "random": make_random(False), "cut": make_random(True)}
+        return {"greedy": greedy, "random": partial(random, False), "cut": partial(random, True)}
 
     def epilogue_inputs(self, max_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return params [max_rows, 4], seeds and positions [max_rows], which `fill_epilogue` sets for epilogues."""
