@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from test_planted import REFERENCES, found_by, instead_of
 
-from quire.memory.jenga.partial_pages import PartialPages
-from quire.memory.jenga.two_level_pool import ASSOCIATIONS, TwoLevelPagePool
+from quire.memory.jenga.two_level_pool import ASSOCIATIONS, PartialPages, TwoLevelPagePool
 
 SIZES = ([84, 1], [6, 10, 15], [8, 12, 1, 3], [384, 256], [1, 1], [3, 1], [1, 4], [5, 7])
 """Bytes of small pages, up to a factor: large pages are their least common multiple."""

@@ -81,7 +81,7 @@ class TokenBitmasks:
         if not (places >= 0).any():
             return
         if self._upload is not None:
-            from quire.kernels.triton.masking import mask_logits
+            from quire.kernels.triton.sampling import mask_logits
 
             staging, copy_stream = self._upload
             with torch.cuda.stream(copy_stream):

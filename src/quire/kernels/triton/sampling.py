@@ -1,4 +1,5 @@
-"""Greedy and random sampling with temperature, min_p, top_k and top_p, as quire.worker.gumbel defines it.
+"""Greedy and random sampling with temperature, min_p, top_k and top_p, as quire.worker.gumbel defines it; and
+masks over logits.
 
 A token's score is its logit, or for a random row logit / temperature - log E with noise E of the seed, the position and
 the token's id. The token of the greatest score is chosen, of chunks first, then of the row.
@@ -19,11 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.fast_launch import fast_launch
+
 KEY_ONE = tl.constexpr(0x3F800000)  # the key of likelihood 1
 MIN_KEY = tl.constexpr(0x2F800000)  # the key of 2**-32, the least likelihood with a weight above 0
 # Keys at which tokens are counted: 2**-1 to 2**-15 and MIN_KEY, or further apart, by OCTAVES.
 NUM_MARKS = tl.constexpr(16)
 BLOCK = 2048  # tokens that a program weighs together
+MASK_BLOCK = 4096  # tokens that a program masks
 SEARCH_BLOCK = 2048  # tokens of a list that a search reads together
 FEW_ROWS = 128  # up to as many rows, each has a multiprocessor to itself
 REPRESENTATIVE_ROWS = (8, 16, 64, FEW_ROWS, 2 * FEW_ROWS)  # numbers of rows that use every compiled kernel
@@ -464,3 +468,26 @@ def sample(
         scratch.peaks, scratch.peak_ids, chunks, draw_rows, slots, last_sampled, tokens, faults, LANES=lanes,
         SEVERAL=True, num_warps=1, **options,
     )  # fmt: skip
+
+
+@fast_launch
+@triton.jit
+def _mask(logits, places, bits, vocab, row_stride, words, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.load(places + row)
+    if place >= 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        there = token < vocab
+        word = tl.load(bits + place * words + (token >> 5), mask=there, other=0)
+        barred = ((word >> (token & 31)) & 1) == 0
+        least = tl.full((BLOCK,), float("-inf"), tl.float32)  # the store converts it to the logits' dtype
+        tl.store(logits + row * row_stride + token, least, mask=there & barred)
+
+
+def mask_logits(logits: Tensor, mask_rows: Tensor, bits: Tensor) -> None:
+    """Set logits [R, V], whose rows are contiguous, to -inf where the row's mask has no bit. The mask of row r is
+    bits[mask_rows[r]], int32 [M, ceil(V / 32)], the lowest bit of a word first. mask_rows [R] int64; -1: no mask."""
+    rows, vocab = logits.shape
+    if rows:
+        grid = (rows, -(-vocab // MASK_BLOCK))
+        _mask[grid](logits, mask_rows, bits, vocab, logits.stride(0), bits.shape[1], BLOCK=MASK_BLOCK)

@@ -16,18 +16,65 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from quire.memory.expected_pages import ExpectedPages
-from quire.memory.jenga.partial_pages import PartialPages
 from quire.memory.page_pool import NO_CACHED_HITS, SCRATCH, WATERMARK_DIVISOR, CachedHits, UnusedBytes
 
 EMPTY, CACHED = 0, -1
 """Reference counts of small pages that are not used."""
-
-
 LARGE_ID_BITS = 32  # of a large page's number in the result of `_decref`
 LARGE_ID_MASK = (1 << LARGE_ID_BITS) - 1
 ASSOCIATIONS = ("paper", "bulk", "none")
 """Which small pages share a large page. "paper": those of one request, as far as possible (§4.3). "bulk": of what a
 request allocates at once, as much as fills large pages; the rest of all requests is mixed. "none": all are mixed."""
+
+
+class PartialPages:
+    """The large pages of one group that are partly used, by the request that they are associated with: `owner_of`, by
+    the number of the large page. While a request lives, the empty small pages of its large pages are found by its id.
+    Afterwards, and if a large page has no request, they are found by None."""
+
+    __slots__ = ("by_owner", "live_owners", "owner_of")
+
+    def __init__(self, num_large: int) -> None:
+        self.owner_of: list[int | None] = [None] * num_large
+        self.live_owners: set[int] = set()
+        self.by_owner: OrderedDict[int | None, OrderedDict[int, None]] = OrderedDict()  # without empty values
+
+    def add(self, large_page: int) -> None:
+        """Add a large page that has empty pages; it may be present already."""
+        owner = self.owner_of[large_page]
+        if owner is not None and owner not in self.live_owners:
+            owner = self.owner_of[large_page] = None
+        large_pages = self.by_owner.get(owner)
+        if large_pages is None:
+            large_pages = self.by_owner[owner] = OrderedDict()
+        large_pages[large_page] = None
+
+    def remove(self, large_page: int) -> None:
+        """Remove a large page that has no empty pages or is not active any more; it may be absent."""
+        owner = self.owner_of[large_page]
+        large_pages = self.by_owner.get(owner)
+        if large_pages is not None and large_page in large_pages:
+            del large_pages[large_page]
+            if not large_pages:
+                del self.by_owner[owner]
+
+    def first_of(self, owner: int | None) -> int:
+        """Return a large page of this owner; 0 if there is none."""
+        large_pages = self.by_owner.get(owner)
+        return next(iter(large_pages)) if large_pages else 0
+
+    def first_of_any(self) -> int:
+        """Return a large page of any owner; 0 if there is none."""
+        return next((next(iter(large_pages)) for large_pages in self.by_owner.values()), 0)
+
+    def remove_owner(self, owner: int) -> None:
+        """Make the large pages of a finished request available to all."""
+        self.live_owners.discard(owner)
+        for large_page in self.by_owner.pop(owner, ()):
+            self.add(large_page)
+
+    def __iter__(self) -> Iterator[tuple[int | None, int]]:
+        return ((owner, large_page) for owner, large_pages in self.by_owner.items() for large_page in large_pages)
 
 
 class TwoLevelPagePool(ExpectedPages):
