@@ -12,14 +12,13 @@ import subprocess
 import sys
 import time
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import quire
-from quire.cli.env import cpu
+from quire.cli.env import cpu, installed_version
 
 FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16", "neon", "asimd", "sve")
 ROOT = Path(quire.__file__).parents[2]
@@ -34,16 +33,9 @@ def machine() -> dict[str, Any]:
         "cpu": model, "flags": flags, "cores": psutil.cpu_count(logical=False), "logical_cores": os.cpu_count(),
         "threads": torch.get_num_threads() if torch else None, "memory_bytes": psutil.virtual_memory().total,
         "gpu": torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None,
-        "torch": _version("torch"), "python": platform.python_version(), "quire": quire.__version__,
+        "torch": installed_version("torch"), "python": platform.python_version(), "quire": quire.__version__,
         "revision": revision(),
     }  # fmt: skip
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 @cache

@@ -38,7 +38,7 @@ def facts() -> list[tuple[str, str]]:
     import torch
 
     rows = [("quire", __version__), ("python", sys.version.split()[0]), ("platform", platform.platform())]
-    rows += [(package, _version(package)) for package in PACKAGES]
+    rows += [(package, installed_version(package) or "not installed") for package in PACKAGES]
     model, features = cpu(CPU_FEATURES)
     cores = f"{psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads"
     rows += [("cpu", f"{model} ({cores})"), ("cpu features", " ".join(features) or "-")]
@@ -77,11 +77,12 @@ def _tiles(number: int) -> str:
         return "no Triton"
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str | None:
+    """Return the version of a package, or None if it isn't installed."""
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return None
 
 
 def cpu(features: Sequence[str]) -> tuple[str, list[str]]:

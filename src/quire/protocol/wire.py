@@ -133,9 +133,8 @@ def _write_result(result: StepResult) -> Iterator[bytes]:
     if not slice_results:
         return
     texts = [error.encode("utf-8", "surrogatepass") for error in errors] if any(errors) else errors
-    yield write_ints(
-        list(map(len, texts)), "error lengths", "b"
-    )  # one byte or more for each: proves their number to the reader
+    # One byte or more for each proves their number to the reader.
+    yield write_ints(list(map(len, texts)), "error lengths", "b")
     if any(errors):
         yield from texts
     yield from write_runs(tokens, "sampled tokens")

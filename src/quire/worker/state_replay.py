@@ -47,9 +47,8 @@ class StateReplay:
         columns = verification.state_rows().columns
         slots, starts, lengths = columns[:3, columns[4] > 0]
         known = lengths - verification.num_drafts
-        longest = (
-            int(known.max()) + self.max_drafts
-        )  # not that of this step: kernels are compiled for the table's width
+        # Not the longest of this step: kernels are compiled for the table's width.
+        longest = int(known.max()) + self.max_drafts
         numbers = np.stack((slots, starts, known, np.cumsum(lengths) - lengths))
         uploaded, tiles = self.store.staging.upload_all([numbers, make_state_tiles(np.ones_like(lengths))])
         there, first, known_there, offsets = uploaded
