@@ -11,7 +11,7 @@ from grids import DEVICE, random
 from torch import Tensor
 
 from quire.kernels.forward_batch import ForwardBatch
-from quire.kernels.mamba_states import StateCache, StatePlan
+from quire.kernels.mamba_states import StateCache, StatePlan, make_state_tiles, state_pages
 
 
 class Shape(NamedTuple):
@@ -61,6 +61,33 @@ class Step(NamedTuple):
         return int(self.batch.tables[0][row + 1, position // self.shape.run])
 
 
+def random_table(rows: int, width: int) -> Tensor:
+    """Pages 1 to rows * width in random order, after slot 0 of page 0."""
+    order = torch.randperm(rows * width, generator=torch.Generator().manual_seed(1)) + 1
+    return torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(rows, width))).to(DEVICE)
+
+
+def plan_of(rows: Sequence[Row], table: Tensor, run: int) -> StatePlan:
+    """The plan of rows in the slots from 1 on of a table whose pages hold runs of `run` tokens."""
+    lengths, starts = (np.array([getattr(row, name) for row in rows]) for name in ("length", "start"))
+    width = int(((starts + lengths - 1) // run - starts // run).max()) + 1
+    slots = torch.arange(1, len(lengths) + 1, device=DEVICE)
+    offsets, there, first = (torch.from_numpy(x).to(DEVICE) for x in (np.cumsum(lengths) - lengths, lengths, starts))
+    tiles = None if (lengths == 1).all() else torch.from_numpy(make_state_tiles(lengths)).to(DEVICE)
+    return StatePlan(offsets, there, first, *state_pages(table, slots, first, there, run, width), run, tiles)
+
+
+def padded(plan: StatePlan, tiles: int) -> StatePlan:
+    """The plan with a third row of no tokens, which has `tiles` tiles; the second row has drafts and writes no page."""
+    none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert plan.tiles is not None
+    return StatePlan(
+        *(torch.cat((numbers, none)) for numbers in (plan.offsets, plan.lengths, plan.starts, plan.read_pages)),
+        torch.cat((plan.write_pages.index_fill(0, none + 1, -1), plan.write_pages[:1] * 0)), plan.page_tokens,
+        torch.cat((plan.tiles, plan.tiles.new_tensor([[2, 0]] * tiles))),
+    )  # fmt: skip
+
+
 def pages_of(shape: Shape, count: int, dtype: torch.dtype, ssm: torch.dtype) -> StateCache:
     """Views of one buffer of NaN, the second of two layers' in each page, with a gap behind each part."""
     parts = [shape.d_inner * (shape.d_conv - 1) * dtype.itemsize, shape.d_inner * shape.d_state * ssm.itemsize]
@@ -80,8 +107,7 @@ def step(
     """Pages that must not be read are NaN; the ones that rows start from are random."""
     lengths, starts = (np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in ("length", "start"))
     width = max(1, -(-int((starts + lengths).max()) // shape.run))
-    order = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(1)) + 1
-    table = torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(len(rows), width))).to(DEVICE)
+    table = random_table(len(rows), width)
     cache = pages_of(shape, len(rows) * width + 1, dtype, ssm)
     slots, offsets, total = np.arange(1, len(rows) + 1), np.cumsum(lengths) - lengths, int(lengths.sum())
     positions = np.concatenate([np.arange(row.start, row.start + row.length) for row in rows])

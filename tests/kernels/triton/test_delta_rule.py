@@ -16,11 +16,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from grids import CUDA, DEVICE, DTYPES, INFINITE, random
-from running_states import Row, numpy, silu
+from running_states import Row, numpy, padded, plan_of, random_table, silu
 from torch import Tensor
 
 from quire.kernels import delta_rule
-from quire.kernels.mamba_states import StatePlan, make_state_tiles, state_pages
+from quire.kernels.mamba_states import StatePlan
 from quire.kernels.triton import delta_rule as kernels
 
 BOTH: dict[str, Any] = {"torch": delta_rule, "Triton": kernels}
@@ -54,17 +54,7 @@ class Step(NamedTuple):
 
     @property
     def plan(self) -> StatePlan:
-        lengths = np.array([row.length for row in self.rows])
-        starts = np.array([row.start for row in self.rows])
-        run = self.shape.run
-        width = int(((starts + lengths - 1) // run - starts // run).max()) + 1
-        slots = torch.arange(1, len(lengths) + 1, device=DEVICE)
-        offsets, there, first = (
-            torch.from_numpy(x).to(DEVICE) for x in (np.cumsum(lengths) - lengths, lengths, starts)
-        )
-        tiles = None if (lengths == 1).all() else torch.from_numpy(make_state_tiles(lengths)).to(DEVICE)
-        pages = state_pages(self.table, slots, first, there, run, width)
-        return StatePlan(offsets, there, first, *pages, run, tiles)
+        return plan_of(self.rows, self.table, self.shape.run)
 
     def page(self, row: int, position: int) -> int:
         return int(self.table[row + 1, position // self.shape.run])
@@ -76,10 +66,9 @@ def step(
 ) -> Step:  # fmt: skip
     """Pages that must not be read are NaN; the ones that rows start from are random."""
     total, width = sum(length for _, length in rows), -(-max(map(sum, rows)) // shape.run)
-    order = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(1)) + 1
-    table = torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(len(rows), width))).to(DEVICE)
+    table = random_table(len(rows), width)
     key_heads, heads, key_dim, value_dim, _ = shape
-    buffer = torch.full((len(order) + 1, 2, heads, key_dim, value_dim), torch.nan, dtype=kept, device=DEVICE)
+    buffer = torch.full((len(rows) * width + 1, 2, heads, key_dim, value_dim), torch.nan, dtype=kept, device=DEVICE)
     numbers = 2 * key_heads * key_dim + heads * value_dim
     made = Step(
         shape, [Row(*row) for row in rows], table, buffer[:, 1],
@@ -275,15 +264,8 @@ def test_prompts_equal_transformers(length: int, monkeypatch: pytest.MonkeyPatch
 def test_rows_without_tokens_and_pages_that_are_not_written_by_chunks() -> None:
     """As in a graph: tiles that are not needed are of a row without tokens."""
     made = step([(3, 150), (2, 80)], CHUNKS)
-    plan, before, (want, states) = made.plan, made.states.clone(), looped(made)
-    none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    assert plan.tiles is not None
-    padded = StatePlan(
-        *(torch.cat((numbers, none)) for numbers in (plan.offsets, plan.lengths, plan.starts, plan.read_pages)),
-        torch.cat((plan.write_pages.index_fill(0, none + 1, -1), plan.write_pages[:1] * 0)), plan.page_tokens,
-        torch.cat((plan.tiles, plan.tiles.new_tensor([[2, 0], [2, 0]]))),
-    )  # fmt: skip
-    near(run(made, "Triton", padded), want)
+    before, (want, states) = made.states.clone(), looped(made)
+    near(run(made, "Triton", padded(made.plan, 2)), want)
     own = [made.page(0, position) for position in (3, 152)]
     for page in own:
         near(made.states[page], states[page])

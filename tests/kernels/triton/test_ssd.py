@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from grids import CUDA, DEVICE, DTYPES, random
-from running_states import Row, numpy
+from running_states import Row, numpy, padded, plan_of, random_table
 from torch import Tensor
 
 from quire.kernels import ssd
-from quire.kernels.mamba_states import StateCache, StatePlan, make_state_tiles, state_pages
+from quire.kernels.mamba_states import StateCache, StatePlan
 from quire.kernels.triton import ssd as kernels
 
 SCANS: dict[str, Any] = {
@@ -60,16 +60,7 @@ class Step(NamedTuple):
 
     @property
     def plan(self) -> StatePlan:
-        lengths = np.array([row.length for row in self.rows])
-        starts = np.array([row.start for row in self.rows])
-        run = self.shape.run
-        width = int(((starts + lengths - 1) // run - starts // run).max()) + 1
-        slots = torch.arange(1, len(lengths) + 1, device=DEVICE)
-        offsets, there, first = (
-            torch.from_numpy(x).to(DEVICE) for x in (np.cumsum(lengths) - lengths, lengths, starts)
-        )
-        tiles = None if (lengths == 1).all() else torch.from_numpy(make_state_tiles(lengths)).to(DEVICE)
-        return StatePlan(offsets, there, first, *state_pages(self.table, slots, first, there, run, width), run, tiles)
+        return plan_of(self.rows, self.table, self.shape.run)
 
     def page(self, row: int, position: int) -> int:
         return int(self.table[row + 1, position // self.shape.run])
@@ -86,10 +77,9 @@ def step(
 ) -> Step:  # fmt: skip
     """Pages that must not be read are NaN; the ones that rows start from are random."""
     total, width = sum(length for _, length in rows), -(-max(map(sum, rows)) // shape.run)
-    order = torch.randperm(len(rows) * width, generator=torch.Generator().manual_seed(1)) + 1
-    table = torch.cat((torch.zeros(1, width, dtype=torch.int64), order.view(len(rows), width))).to(DEVICE)
+    table = random_table(len(rows), width)
     heads, dim, groups, size, _ = shape
-    buffer = torch.full((len(order) + 1, 2, heads, dim, size), torch.nan, dtype=kept, device=DEVICE)
+    buffer = torch.full((len(rows) * width + 1, 2, heads, dim, size), torch.nan, dtype=kept, device=DEVICE)
     numbers = heads * dim + 2 * groups * size
     made = Step(
         shape, [Row(*row) for row in rows], table, buffer[:, 1],
@@ -166,15 +156,8 @@ def test_dtypes(dtype: torch.dtype, kept: torch.dtype) -> None:
 def test_padding_and_pages_that_are_not_written(name: str) -> None:
     """Rows of no tokens; and a row with draft tokens, whose states stay as they are."""
     made = step([(3, 6), (2, 12)])
-    plan, before, (want, states) = made.plan, made.states.clone(), looped(made)
-    none = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    assert plan.tiles is not None
-    padded = StatePlan(
-        *(torch.cat((numbers, none)) for numbers in (plan.offsets, plan.lengths, plan.starts, plan.read_pages)),
-        torch.cat((plan.write_pages.index_fill(0, none + 1, -1), plan.write_pages[:1] * 0)), plan.page_tokens,
-        torch.cat((plan.tiles, plan.tiles.new_tensor([[2, 0]]))),
-    )  # fmt: skip
-    near(made.scan(name, padded), want)
+    before, (want, states) = made.states.clone(), looped(made)
+    near(made.scan(name, padded(made.plan, 1)), want)
     own = [made.page(0, position) for position in (3, 8)]
     for page in own:
         near(made.states[page], states[page])
