@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 
-from quire.cli.flags import config_from
+from quire.cli.flags import config_from, given_fields
 from quire.cli.serve import options_from
 from quire.deploy.serve_config import DeployOptions, serve_config
 from quire.errors import StartupError
@@ -14,8 +13,7 @@ from quire.errors import StartupError
 
 def deploy(args: argparse.Namespace) -> int:
     """Run the application of Ray Serve, or write its configuration."""
-    names = [field.name for field in fields(DeployOptions)]
-    options = DeployOptions(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+    options = DeployOptions(**given_fields(args, DeployOptions))
     config, serving = config_from(args), options_from(args)
     if options.write is None:
         from quire.deploy.run import run

@@ -134,10 +134,14 @@ def _add(group: Any, name: str, kind: Callable[[str], Any], setting: Setting, de
 
 def config_from(args: argparse.Namespace) -> EngineConfig:
     """Return the EngineConfig of the flags. Raise StartupError for a value out of range."""
-    names = [field.name for field in (*fields(EngineConfig), *fields(Experiment))]
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     no_effect_notices(args)
-    return EngineConfig.of(**given | vllm_settings(args))
+    return EngineConfig.of(**given_fields(args, EngineConfig, Experiment) | vllm_settings(args))
+
+
+def given_fields(args: argparse.Namespace, *classes: type) -> dict[str, Any]:
+    """Return the fields of data classes whose flags were given."""
+    names = [field.name for one in classes for field in fields(one)]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def sampling_from(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,10 +7,9 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
-from quire.cli.flags import config_from
+from quire.cli.flags import config_from, given_fields
 from quire.errors import StartupError
 from quire.server.api_server import serve as run
 from quire.server.options import MAX_INT_DIGITS, ServeOptions, configure_logging
@@ -35,8 +34,7 @@ def serve(args: argparse.Namespace) -> int:
 
 def options_from(args: argparse.Namespace) -> ServeOptions:
     """Return the server's options. Raise StartupError for an invalid value."""
-    names = [field.name for field in fields(ServeOptions)]
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    given = given_fields(args, ServeOptions)
     path = given.get("root_path", "")
     if not ROOT_PATH.fullmatch(path):
         raise StartupError(f"--root-path is {path[:80]!r}", "Give a path that begins with /, as /api")
