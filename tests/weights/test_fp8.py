@@ -23,7 +23,7 @@ from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.models import read_spec
 from quire.models.named_configs import named_config
-from quire.models.quantization import FP8_ON_LOAD, resolve_fp8_scheme
+from quire.models.quantization import FP8_ON_LOAD, FP8Scheme, resolve_scheme
 from quire.startup.memory_plan import plan_memory
 from quire.weights import fp8
 from quire.weights.checkpoint_files import read_config
@@ -155,8 +155,8 @@ def publish(folder: Path, said: dict[str, Any], kind: str, quantise: Callable[[s
 def loaded(folder: Path, in_fp8: bool = False, asked: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
     """Our model."""
     config = read_config(folder)
-    scheme = resolve_fp8_scheme(config, asked)
-    assert scheme is not None
+    scheme = resolve_scheme(config, asked)
+    assert isinstance(scheme, FP8Scheme)
     model = blank((fp8.create_fp8_model if in_fp8 else fp8.create_model)(config, dtype, CPU, scheme))
     for scale in scales_of(model).values():
         scale.fill_(torch.nan)
@@ -378,8 +378,8 @@ def test_the_plan_counts_every_byte(family: str, said: dict[str, Any] | None, tm
         pytest.skip("its checkpoints aren't published in FP8")
     save(tmp_path, family)
     config = {**read_config(tmp_path), "quantization_config": said}
-    scheme, spec = resolve_fp8_scheme(config, "fp8"), read_spec(config)
-    assert scheme is not None
+    scheme, spec = resolve_scheme(config, "fp8"), read_spec(config)
+    assert isinstance(scheme, FP8Scheme)
     for itemsize, dtype in ((2, torch.bfloat16), (4, torch.float32)):
         model = fp8.create_fp8_model(config, dtype, CPU, scheme)
         real = sum(weight.nbytes for weight in (*model.parameters(), *scales_of(model).values()))

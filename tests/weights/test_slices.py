@@ -27,7 +27,7 @@ from quire.errors import StartupError
 from quire.layers.linear import Linear
 from quire.models import read_spec, resolve_model_class
 from quire.models.named_configs import named_config
-from quire.models.quantization import FP8_ON_LOAD, SCHEMES_ON_LOAD, FP8Scheme, LowBitScheme, resolve_fp8_scheme
+from quire.models.quantization import FP8_ON_LOAD, SCHEMES_ON_LOAD, FP8Scheme, LowBitScheme, resolve_scheme
 from quire.models.weight_names import WeightSource
 from quire.protocol.parallel_layout import UNSHARDED, ParallelLayout, Shard
 from quire.weights import dummy, fp8, loader, low_bit
@@ -284,7 +284,7 @@ def test_checkpoints_in_fp8(said: dict[str, Any], kind: str, in_fp8: bool, tmp_p
     test_fp8.save(tmp_path, **BIG)
     test_fp8.publish(tmp_path, said, kind)
     config = read_config(tmp_path)
-    scheme = resolve_fp8_scheme(config, None)
+    scheme = resolve_scheme(config, None)
     assert isinstance(scheme, FP8Scheme)
     make = fp8.create_fp8_model if in_fp8 else fp8.create_model
     fill = partial(load_weights, folder=tmp_path, scheme=scheme)
@@ -299,7 +299,8 @@ def test_a_cut_through_blocks_is_refused(tmp_path: Path) -> None:
     test_fp8.save(tmp_path, **{**BIG, "intermediate_size": 640})
     test_fp8.publish(tmp_path, BLOCKS, "block")
     config = read_config(tmp_path)
-    scheme = resolve_fp8_scheme(config, None)
+    scheme = resolve_scheme(config, None)
+    assert isinstance(scheme, FP8Scheme)
     model = fp8.create_model(config, torch.float32, CPU, scheme, Shard(1, 2))
     told = r"columns 320 to 639 of the weight of .*down_proj.weight_scale_inv.*, where 128 share a scale"
     with pytest.raises(StartupError, match=told):
@@ -314,7 +315,7 @@ def test_whole_experts_of_checkpoints_in_fp8(in_fp8: bool, tmp_path: Path) -> No
     routers = [f"model.layers.0.mlp.{name}" for name in ("gate", "shared_expert_gate")]
     test_fp8.publish(tmp_path, {**BLOCKS, "modules_to_not_convert": routers}, "block")
     config = read_config(tmp_path)
-    scheme = resolve_fp8_scheme(config, None)
+    scheme = resolve_scheme(config, None)
     assert isinstance(scheme, FP8Scheme)
     make = fp8.create_fp8_model if in_fp8 else fp8.create_model
     build = built_by(

@@ -30,7 +30,7 @@ from quire.memory.answers import Usage
 from quire.memory.build import max_seq_len
 from quire.memory.page_layout import MemorySize, tokens_for_bytes
 from quire.models.named_configs import CONFIGS
-from quire.models.quantization import resolve_fp8_scheme
+from quire.models.quantization import FP8Scheme, resolve_scheme
 from quire.protocol.model_spec import ModelSpec
 from quire.protocol.pipeline_stages import check_pp_division
 from quire.protocol.sampling_params import SamplingParams
@@ -232,8 +232,8 @@ def _division(config: EngineConfig, source: Checkpoint, itemsize: int) -> Divisi
 
 def _fp8_saved_bytes(config: EngineConfig, source: Checkpoint, itemsize: int, found: Calibration) -> int:
     """Return the bytes of weights that FP8 saves: on a GPU, which is assumed to compute in FP8."""
-    scheme = resolve_fp8_scheme(source.config, config.quantization)
-    if scheme is None or found.kind != "cuda" or itemsize != 2:
+    scheme = resolve_scheme(source.config, config.quantization)
+    if not isinstance(scheme, FP8Scheme) or found.kind != "cuda" or itemsize != 2:
         return 0
     from quire.weights.fp8 import saved_bytes
 

@@ -39,11 +39,6 @@ class FP8Scheme(NamedTuple):
     blocks: bool = False
     ignored_modules: tuple[str, ...] = ()
 
-    def covers(self, module: str, prefixes: tuple[str, ...] = ()) -> bool:
-        """Return True if the checkpoint's `module`, given without one of `prefixes`, is quantised."""
-        names = (module, *(prefix + module for prefix in prefixes))
-        return not any(_matches(entry, name) for entry in self.ignored_modules for name in names)
-
     def scales_per_row(self, depth: int) -> int:
         """Return the number of scales of a row of `depth` numbers."""
         return -(-depth // BLOCK) if self.blocks else 1
@@ -66,11 +61,6 @@ class LowBitScheme(NamedTuple):
     desc_act: bool = False
     zeros_minus_one: bool = True
 
-    def covers(self, module: str, prefixes: tuple[str, ...] = ()) -> bool:
-        """Return True if the checkpoint's `module`, given without one of `prefixes`, is quantised."""
-        names = (module, *(prefix + module for prefix in prefixes))
-        return not any(_matches(entry, name) for entry in self.ignored_modules for name in names)
-
 
 SCHEMES_ON_LOAD = {"int8": LowBitScheme(8), "int4": LowBitScheme(4)}
 
@@ -88,10 +78,10 @@ def resolve_scheme(config: dict[str, Any], requested: str | None) -> FP8Scheme |
     return stored or SCHEMES_ON_LOAD.get(requested or "") or (FP8_ON_LOAD if requested == "fp8" else None)
 
 
-def resolve_fp8_scheme(config: dict[str, Any], requested: str | None) -> FP8Scheme | None:
-    """As `resolve_scheme`, but None for schemes other than FP8."""
-    scheme = resolve_scheme(config, requested)
-    return scheme if isinstance(scheme, FP8Scheme) else None
+def covers(scheme: FP8Scheme | LowBitScheme, module: str, prefixes: tuple[str, ...]) -> bool:
+    """Return True if the checkpoint's `module`, given without one of `prefixes`, is quantised."""
+    names = (module, *(prefix + module for prefix in prefixes))
+    return not any(_matches(entry, name) for entry in scheme.ignored_modules for name in names)
 
 
 def read_checkpoint_scheme(config: dict[str, Any]) -> FP8Scheme | LowBitScheme | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.models import resolve_model_class
-from quire.models.quantization import BLOCK, FP8Scheme
+from quire.models.quantization import BLOCK, FP8Scheme, covers
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def find_fp8_tensors(model: Model, scheme: FP8Scheme) -> dict[str, tuple[bool, .
         if kind in scale_attributes(model.get_submodule(path)):
             modules = [tensor.removesuffix(".weight") for tensor in source.tensors]
             may = scheme.stored or UNQUANTIZED_MODULES.search(path) is None
-            is_fp8[name] = tuple(may and scheme.covers(module, model.weight_prefixes) for module in modules)
+            is_fp8[name] = tuple(may and covers(scheme, module, model.weight_prefixes) for module in modules)
     return is_fp8
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from quire.errors import StartupError, short_repr
 from quire.files import DOWNLOAD_AGAIN
 from quire.layers.prepare import MappedWeights
-from quire.models.quantization import BLOCK, MXFP4, FP8Scheme, LowBitScheme
+from quire.models.quantization import BLOCK, MXFP4, FP8Scheme, LowBitScheme, covers
 from quire.weights import low_bit
 from quire.weights.awq_gptq import TENSOR_KINDS, PackedWeight
 from quire.weights.checkpoint_files import FIT_REMEDY, tensor_files
@@ -253,7 +253,7 @@ def _find_packed_weights(
         ):
             for tensor in source.tensors:
                 module = tensor.removesuffix(".weight")
-                if scheme.covers(module, model.weight_prefixes):
+                if covers(scheme, module, model.weight_prefixes):
                     if (target := targets.get(tensor)) is None:  # an expert of another rank
                         continue
                     rows, columns = target.rows.shape if target.tensor_slice is None else target.tensor_slice.shape

@@ -21,7 +21,7 @@ from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight, support
 from quire.layers.linear import Linear
 from quire.layers.moe import ExpertWeights
 from quire.models import resolve_model_class
-from quire.models.quantization import MXFP4, LowBitScheme
+from quire.models.quantization import MXFP4, LowBitScheme, covers
 from quire.protocol.parallel_layout import UNSHARDED, Shard
 from quire.weights.fp8 import allocate_parameters
 from quire.weights.gguf_blocks import BLOCK_FORMATS, GGUFTensor, mxfp4_scales
@@ -76,7 +76,7 @@ def choose_formats(model: Model, scheme: LowBitScheme, file: GGUFFile | None = N
         elif scheme.stored:
             packed = LowBitFormat(scheme.bits, scheme.group_size, 0 if scheme.bits == 4 else 128, True)
             reordered = scheme.desc_act or bool(sources[name].group_rows or sources[name].row_order)
-            covered = [module for module in modules if scheme.covers(module, model.weight_prefixes)]
+            covered = [module for module in modules if covers(scheme, module, model.weight_prefixes)]
             formats = () if reordered else (packed,) * len(covered)
         else:
             eight = scheme.bits == 8 or HEAD_MODULE.search(module_name(model, layer)) is not None
