@@ -647,7 +647,7 @@ LINES = [
     Load("bad-commands", "command lines that fail",
          [{"quire": line, "keeps": NOTHING} for line in (
              ["nothing"], ["serve", "--prot", "1"], ["serve", "--enable-lora"], ["serve", "--memory", "heap"],
-             ["serve", "--port", "x"], ["generate", "--max-tokens", "0", "--prompt", "a"], ["replay", "none.log"],
+             ["serve", "--port", "x"], ["generate", "--max-tokens", "-1", "--prompt", "a"], ["replay", "none.log"],
              ["serve", "--kv-gib", "1", "--kv-tokens", "9"], ["plan", "--model-config", "none"], ["bench", "none"],
              ["reproduce", "none"], ["simulate"], ["generate", "--length-penalty", "2", "--prompt", "a"])],
          CLI, {"status": 1}, plans=False),
