@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from waiting import wait_until
+
+sys.path.append(str(Path(__file__).parents[1]))  # for programs that tests start
 
 from bench.echo_runner import EchoRunner
 from quire.async_llm import AsyncLLM
