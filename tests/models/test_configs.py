@@ -152,7 +152,7 @@ OPTIONS["llama-125m"] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"eos_token_id": [1, "x"]}, "eos_token_id"),
     ({"rms_norm_eps": -1}, "rms_norm_eps"),
-    ({"hidden_act": "xielu"}, "activation 'xielu'"),
+    ({"hidden_act": "xielu"}, "hidden_act in config.json is 'xielu'"),
 ]
 OPTIONS["qwen2-7b"] = [
     ({"layer_types": ["full_attention"]}, "a list of 28 names"),

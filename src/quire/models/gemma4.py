@@ -59,7 +59,7 @@ def read_gemma4(fields: ConfigReader) -> DecoderConfig:
         head_dim=256,
         tied=True,
         family="gemma",
-        activation=fields.get_str("hidden_activation", "gelu_pytorch_tanh"),
+        activation=fields.get_activation("hidden_activation", "gelu_pytorch_tanh"),
         post_norms=True,
         qk_norm="head",
         v_norm=True,

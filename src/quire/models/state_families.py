@@ -139,6 +139,7 @@ def read_mamba2(fields: ConfigReader) -> DecoderConfig:
 def read_granite_hybrid(fields: ConfigReader) -> DecoderConfig:
     """Granite 4 hybrids (IBM, 2025): Mamba-2 layers and a few of attention, with or without a rotary embedding; in each
     layer a feed-forward block, beside experts if there are some."""
+    fields = fields.with_aliases(layers_block_type="layer_types")
     hidden, eps = fields.get_int("hidden_size"), fields.get_float("rms_norm_eps", 1e-6)
     kind = fields.get_str("position_embedding_type", "nope")
     if kind not in ("nope", "rope"):
@@ -213,7 +214,7 @@ def read_nemotron_h(fields: ConfigReader) -> DecoderConfig:
         **read_biases(fields),
         kv_heads=8,
         head_dim=fields.get_int("attention_head_dim", 128),
-        activation=fields.get_str("mlp_hidden_act", "relu2"),
+        activation=fields.get_activation("mlp_hidden_act", "relu2"),
         gated=False,
         mlp_bias=fields.get_bool("mlp_bias", False),
         norm_eps=eps,
@@ -367,6 +368,7 @@ def _read_step_limits(fields: ConfigReader, name: str = "time_step_limit") -> tu
 def read_jamba(fields: ConfigReader) -> DecoderConfig:
     """Jamba (Lieber et al., 2024): Mamba layers with some attention layers between them, which have no rotary
     embedding; in some layers experts."""
+    fields = fields.with_aliases(num_local_experts="num_experts")
     fields.require_value("mamba_inner_layernorms", True)
     fields.require_value("sliding_window", None)
     hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
@@ -419,6 +421,7 @@ def read_lfm2(fields: ConfigReader) -> DecoderConfig:
             for attends in _read_lfm2_attention_layers(fields)
         ],
         max_len,
+        kv_heads=8,
         qk_norm="head",
         norm_eps=fields.get_float("norm_eps", 1e-5),
         intermediate=_read_lfm2_intermediate(fields),

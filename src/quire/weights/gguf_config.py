@@ -224,6 +224,8 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
     rope = _rope_config(file, fields) | {"rope_theta": fields.get_float("rope.freq_base", 10000.0)}
     if arch == "gpt-oss":
         rope["truncate"] = False
+    if arch == "phi3" and "original_max_position_embeddings" in rope:
+        config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     if arch == "gemma3":
         local = {"rope_type": "default", "rope_theta": fields.get_float("rope.freq_base_swa", 10000.0)}
         return config | {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
