@@ -76,12 +76,12 @@ def read_qwen3_5_experts(fields: ConfigReader) -> ExpertsConfig:
 
 def read_qwen3_5_with_vision(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Qwen3.5 with a vision tower."""
-    return read_qwen3_5(text_section(fields, {}))
+    return read_qwen3_5(text_section(fields, {}, tied=False))
 
 
 def read_qwen3_5_moe_with_vision(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Qwen3.5 with experts and a vision tower."""
-    return read_qwen3_5_moe(text_section(fields, {}))
+    return read_qwen3_5_moe(text_section(fields, {}, tied=False))
 
 
 def _declare(

@@ -265,15 +265,16 @@ def read_gemma3(fields: ConfigReader) -> DecoderConfig:
 
 def read_gemma3_text(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Gemma-3 with a vision tower."""
-    return read_gemma3(text_section(fields, GEMMA3_TEXT_DEFAULTS))
+    text = text_section(fields, GEMMA3_TEXT_DEFAULTS, tied=True)
+    text.require_value("final_logit_softcapping", None)  # transformers ignores it here
+    return read_gemma3(text)
 
 
-def text_section(fields: ConfigReader, defaults: dict[str, Any]) -> ConfigReader:
-    """Return the config of the text of a model with a vision tower. tie_word_embeddings is read from the outer
-    config."""
+def text_section(fields: ConfigReader, defaults: dict[str, Any], tied: bool) -> ConfigReader:
+    """Return the config of the text of a model with a vision tower. tie_word_embeddings is that of the outer config, by
+    default `tied`."""
     read_checkpoint_scheme(fields.config)
-    tied = fields.config.get("tie_word_embeddings")
-    outer = {} if tied is None else {"tie_word_embeddings": tied}
+    outer = {"tie_word_embeddings": fields.get_bool("tie_word_embeddings", tied)}
     return ConfigReader({**defaults, **fields.get_object("text_config"), **outer}, f"text_config of {fields.source}")
 
 
@@ -354,7 +355,7 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     rotary_dim = rope.rotary_dim(head_dim)
     if rotary_dim % 2 or not rotary_dim:
         raise StartupError(
-            f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary_dim} of {head_dim} dimensions",
+            f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary_dim} of head_dim {head_dim} dimensions",
             "The number must be even and above 0",
         )
     if rope.kind == "longrope" and len(rope.short_factors) != rotary_dim // 2:

@@ -144,7 +144,7 @@ def mtp_config(config: dict[str, Any], target: ModelSpec) -> dict[str, Any]:
             f"They are for {', '.join(MTP_ARCHITECTURES)}. Use another method, or leave it out",
         )
     if name.endswith("ForConditionalGeneration"):
-        config = {**config, **text_section(ConfigReader(config), {}).config}
+        config = {**config, **text_section(ConfigReader(config), {}, tied=False).config}
     architecture, key = MTP_ARCHITECTURES[name]
     count = 1 if key is None else config.get(key)
     if not isinstance(count, int) or count < 1:

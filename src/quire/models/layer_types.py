@@ -37,7 +37,7 @@ def read_layer_types(fields: ConfigReader, known: tuple[str, ...] = LAYER_TYPES)
     for name in types:
         if name not in known:
             raise StartupError(
-                f"the layer type {short_repr(name)} in {fields.source} is not supported",
+                f"layer_types in {fields.source} has {short_repr(name)}, which is not supported",
                 f"Supported: {', '.join(known)}",
             )
     return tuple(types)
