@@ -355,7 +355,7 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     rotary_dim = rope.rotary_dim(head_dim)
     if rotary_dim % 2 or not rotary_dim:
         raise StartupError(
-            f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary_dim} of head_dim {head_dim} dimensions",
+            f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary_dim} numbers of head_dim {head_dim}",
             "The number must be even and above 0",
         )
     if rope.kind == "longrope" and len(rope.short_factors) != rotary_dim // 2:
