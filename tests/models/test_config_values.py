@@ -17,7 +17,7 @@ import test_state_logits
 import test_unlike_logits
 import torch
 import transformers
-from test_against_transformers import CASES
+from test_against_transformers import CASES, SHARP_YARN
 from test_unlike_logits import check_branches, engine_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -44,7 +44,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.2, 2.0, 3.0, 4.0]}
 ROPES: list[Any] = [
     {}, {"rope_type": "default", "rope_theta": 300.0}, {"type": "linear", "factor": 2.5},
-    {"rope_type": "dynamic", "factor": 2.0}, YARN, {**YARN, "truncate": False, "beta_fast": 3, "beta_slow": 2},
+    {"rope_type": "dynamic", "factor": 2.0}, YARN, {**YARN, "beta_fast": 4, "beta_slow": 2}, SHARP_YARN,
+    {**SHARP_YARN, "truncate": False},
     {**YARN, "attention_factor": 1.5}, {**YARN, "mscale": 0.7}, {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
     {**YARN, "factor": None}, {**YARN, **LONGROPE, "rope_type": "yarn"}, LLAMA3, {**LLAMA3, "low_freq_factor": 5.0},
     {**LLAMA3, "original_max_position_embeddings": 32}, LONGROPE, {**LONGROPE, "type": "su", "rope_type": None},
@@ -154,7 +155,9 @@ def test_a_value_is_computed_as_transformers_does_or_refused(kind: str, field: s
             continue
         declared = read(model.config)
         if isinstance(declared, str):
-            assert any(name in declared for name in (field, *BASES[kind])), (field, value, declared)
+            assert any(
+                name in declared for name in (field, *BASES[kind], *(value if isinstance(value, dict) else ()))
+            ), (field, value, declared)
             continue
         plain, logprobs = base(kind)
         if declared == plain and torch.equal(logprobs, model.logprobs(PROMPT)):

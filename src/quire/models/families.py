@@ -325,6 +325,8 @@ def read_ropes_of_types(fields: ConfigReader, default: dict[str, Any] | None = N
     given = types.get_object(FULL) or default or {}
     full = ConfigReader(given | scaling, f"the rope of {FULL} in {fields.source}")
     local = ConfigReader(types.get_object(LOCAL), f"the rope of {LOCAL} in {fields.source}")
+    for rope in (full, local):
+        rope.require_value("truncate", True)  # transformers doesn't read it here
     thetas = fields.get_float("rope_theta", 1e6), fields.get_float("rope_local_base_freq", 1e4)
     max_len = fields.get_int("max_position_embeddings")
     ropes = (read_rope_section(fields, rope, max_len, theta)[0] for rope, theta in zip((full, local), thetas))
