@@ -14,7 +14,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.delta_rule_families import (
     GATED_NAMES,
-    PARTIAL,
+    default_rotation,
     read_gated_attention,
     read_qwen3_5_experts,
     read_qwen3_next_experts,
@@ -301,7 +301,7 @@ def _declare_qwen_mtp(own: ConfigReader, experts: ExpertsConfig | None, **rows: 
         target,
         {**rows, **read_gated_attention(own), "experts": experts},
         "mlp" if experts is None else "experts",
-        PARTIAL,
+        default_rotation(own),
         draft_vocab=target["vocab_size"],
         embedding_first=True,
         weight_names={
