@@ -25,6 +25,7 @@ from quire.errors import StartupError
 from quire.layers.mlp import ACTIVATIONS
 from quire.models import config_reader, read_model_config, read_spec
 from quire.models.decoder_config import DecoderConfig
+from quire.models.named_configs import named_config
 
 ABSENT = object()
 FULL, LOCAL, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -200,3 +201,13 @@ def test_absent_fields_have_transformers_defaults(kind: str) -> None:
 
 def test_activations_are_those_of_the_layers() -> None:
     assert set(config_reader.ACTIVATIONS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", ["gemma-3-4b-vision", "gemma-4-31b-vision", "paligemma2-10b"])
+def test_the_outer_config_says_whether_embeddings_of_models_with_images_are_tied(name: str) -> None:
+    """As in transformers, by default they are."""
+    config = named_config(name)
+    for outer, tied in (({}, True), ({"tie_word_embeddings": True}, True), ({"tie_word_embeddings": False}, False)):
+        text = {**config["text_config"], "tie_word_embeddings": not tied}
+        plain = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+        assert read_model_config({**plain, "text_config": text, **outer}).tied == tied
