@@ -211,3 +211,12 @@ def test_the_outer_config_says_whether_embeddings_of_models_with_images_are_tied
         text = {**config["text_config"], "tie_word_embeddings": not tied}
         plain = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
         assert read_model_config({**plain, "text_config": text, **outer}).tied == tied
+
+
+def test_a_null_window_of_a_text_model_is_none() -> None:
+    """As in transformers; an absent one has 4,096 tokens."""
+    config = named_config("llava-onevision-7b")
+    for window, expected in (({"sliding_window": None}, None), ({}, 4096)):
+        text = {key: value for key, value in config["text_config"].items() if key != "sliding_window"}
+        text |= {"model_type": "mistral", **window}
+        assert {layer.window for layer in read_model_config({**config, "text_config": text}).layers} == {expected}

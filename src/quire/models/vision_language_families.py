@@ -73,7 +73,7 @@ def read_vision_language(fields: ConfigReader) -> DecoderConfig:
             f"the model_type in {where} of config.json is {short_repr(kind)}", f"Supported: {', '.join(TEXT_MODELS)}"
         )
     read_text, defaults = TEXT_MODELS[kind]
-    given = {name: value for name, value in section.items() if value is not None}
+    given = dict(section)
     if name in TIED_BY_DEFAULT:
         given["tie_word_embeddings"] = fields.get_bool("tie_word_embeddings", True)
     elif not phi3 and config.get("tie_word_embeddings"):  # transformers reads it from either object
