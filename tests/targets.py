@@ -133,6 +133,8 @@ GATE_CASES = {
     "tests/models/test_transformers_models.py::test_beams": 1,
     "tests/models/test_transformers_models.py::test_prompt_logprobs": 1,
     "tests/models/test_hostile_configs.py::test_any_value_of": 2,
+    "tests/models/test_config_values.py::test_a_value_is_computed": 24,
+    "tests/models/test_config_values.py::test_absent_fields": 8,
     "tests/models/test_configs.py::test_parameters_are_those_of_the_built_module_and_of_transformers": 12,
     "tests/weights/test_own_head.py::test_a_part_of_each_head_is_rotated": 1,
     "tests/weights/test_grouped.py::test_published_checkpoints": 1,

@@ -45,6 +45,9 @@ GEMMA4_SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "output
 GEMMA4_INPUTS = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 99}
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 20}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SHARP_YARN = {  # truncate matters
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 48, "beta_fast": 3, "rope_theta": 100.0,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 LONGROPE = {
@@ -93,7 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "rope yarn": ("Llama", rope(**YARN)),
     "rope yarn, mscale": ("Llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.3)),
     "rope yarn, attention_factor": ("Llama", rope(**YARN, attention_factor=1.5, beta_fast=4, beta_slow=2)),
-    "rope yarn, not truncated": ("Llama", rope(**YARN, truncate=False, beta_fast=3)),
+    "rope yarn, not truncated": ("Llama", rope(**SHARP_YARN, truncate=False)),
     "rope llama3": ("Llama", rope(**LLAMA3_ROPE, original_max_position_embeddings=32)),
     "mistral": ("Mistral", {**LLAMA, "sliding_window": 5}),
     "mistral, no window": ("Mistral", {**LLAMA, "sliding_window": None}),

@@ -64,6 +64,7 @@ def test_declared_parameters_are_those_of_the_tensors(architecture: str, ranks: 
     named = next((name for name, config in CONFIGS.items() if config["architectures"] == [architecture]), "llama-125m")
     config = {**named_config(SHAPES.get(architecture, named)), "architectures": [architecture]}
     config |= dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "use_bias", "conv_bias"), True)
+    config["attention_bias"] = architecture != "NemotronHForCausalLM"  # transformers ignores its attention_bias
     config |= {"residual_multiplier": 1.0, "tie_word_embeddings": tied, "text_config": dict(config)}
     for expert_parallel in (False, True)[:ranks]:
         shard = Shard(ranks - 1, ranks, expert_parallel=expert_parallel)
@@ -152,7 +153,7 @@ OPTIONS["llama-125m"] = [
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"eos_token_id": [1, "x"]}, "eos_token_id"),
     ({"rms_norm_eps": -1}, "rms_norm_eps"),
-    ({"hidden_act": "xielu"}, "activation 'xielu'"),
+    ({"hidden_act": "xielu"}, "hidden_act in config.json is 'xielu'"),
 ]
 OPTIONS["qwen2-7b"] = [
     ({"layer_types": ["full_attention"]}, "a list of 28 names"),
@@ -160,12 +161,12 @@ OPTIONS["qwen2-7b"] = [
 ]
 OPTIONS["mistral-7b"] = [
     ({"layer_types": "sliding_attention"}, "is 'sliding_attention'. It must be a list of 32 names"),
-    ({"layer_types": ["linear_attention"] * 32}, "the layer type 'linear_attention'"),
+    ({"layer_types": ["linear_attention"] * 32}, "layer_types in config.json has 'linear_attention'"),
     ({"layer_types": ["sliding_attention"] * 32, "sliding_window": None}, "no sliding window"),
 ]
 FLAT = {"rope_type": "default", "rope_theta": 1e4}
 OPTIONS["gemma-2-2b"] = [
-    ({"layer_types": ["attention"] * 26}, "the layer type 'attention'.*full_attention, sliding_attention"),
+    ({"layer_types": ["attention"] * 26}, "layer_types .* has 'attention'.*full_attention, sliding_attention"),
     ({"sliding_window": None}, "no sliding window"),
     ({"attn_logit_softcapping": 0}, "attn_logit_softcapping in config.json must be a number above 0.*, got 0"),
     ({"final_logit_softcapping": "30"}, "final_logit_softcapping in config.json .*, got '30'"),
@@ -253,7 +254,7 @@ OPTIONS["gpt-oss-20b"] = [
     ({"pyramid_kv": {"budget": 64}}, "pyramid_kv={'budget': 64}"),
     ({"sliding_window": None}, "no sliding window"),
     ({"num_experts_per_tok": 33}, "num_experts_per_tok in config.json must be an integer from 1 to 32, got 33"),
-    ({"layer_types": ["chunked_attention"] * 24}, "the layer type 'chunked_attention'"),
+    ({"layer_types": ["chunked_attention"] * 24}, "layer_types in config.json has 'chunked_attention'"),
     ({"quantization_config": {"quant_method": "mxfp8"}}, "the quant_method 'mxfp8'"),
 ]
 OPTIONS["mamba-2.8b"] = [
@@ -274,7 +275,7 @@ OPTIONS["granite-4-h-small"] = [
     ({"position_embedding_type": "alibi"}, "position_embedding_type in config.json is 'alibi'. nope and rope are"),
     ({"mamba_d_head": 32}, "mamba_n_heads times mamba_d_head in config.json is 4096, and mamba_expand times"),
     ({"num_local_experts": -1}, "num_local_experts in config.json must be an integer from 0 to 1024, got -1"),
-    ({"layer_types": ["mamba", "mlp"] * 20}, "the layer type 'mlp' in config.json is not supported"),
+    ({"layer_types": ["mamba", "mlp"] * 20}, "layer_types in config.json has 'mlp', which is not supported"),
     ({"attention_bias": True}, "attention_bias=True in config.json is not supported. Only False is"),
     ({"logits_scaling": 0}, "logits_scaling in config.json must be a number above 0.*, got 0"),
 ]
@@ -289,7 +290,7 @@ OPTIONS["nemotron-h-8b"] = [
 ]
 OPTIONS["lfm2-1.2b"] = [
     ({"full_attn_idxs": [16]}, r"full_attn_idxs in config.json is \[16\]. It must list layers from 0 to 15"),
-    ({"layer_types": ["conv", "mamba"] * 8}, "the layer type 'mamba' in config.json is not supported"),
+    ({"layer_types": ["conv", "mamba"] * 8}, "layer_types in config.json has 'mamba', which is not supported"),
     ({"conv_L_cache": 1}, "conv_L_cache in config.json must be an integer from 2 to 16, got 1"),
     ({"block_multiple_of": 2**31 - 1, "block_ffn_dim_multiplier": 1e9}, "result in .* columns. They must result in 1"),
 ]

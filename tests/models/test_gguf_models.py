@@ -88,6 +88,12 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama, yarn": ("llama", "Llama", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
                     {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0,
                      "rope__scaling__original_context_length": 16}),
+    "llama, linear without a type": ("llama", "Llama", rope(rope_type="linear", factor=2.5),
+                                     {"rope__scaling__factor": 2.5}),
+    "llama, yarn with bounds": (
+        "llama", "Llama", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=4.0),
+        {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 16,
+         "rope__scaling__yarn_beta_fast": 4.0}),
     "llama 3": ("llama", "Llama", LONG, {"rope_freqs": divisors()}),
     "mistral": ("llama", "Mistral", {**LLAMA, "sliding_window": 5}, {"attention__sliding_window": 5}),
     "qwen2": ("qwen2", "Qwen2", LLAMA, {}),
@@ -114,6 +120,9 @@ FILES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
                                             "final_logit_softcapping": 1.5}),
     "gemma3": ("gemma3", "Gemma3_text", GEMMA3, {"attention__sliding_window": 5, "rope__freq_base": 5000.0,
                "rope__scaling__type": "linear", "rope__scaling__factor": 3.0}),
+    "gemma3, every third": ("gemma3", "Gemma3_text", {**GEMMA3, "sliding_window_pattern": 3}, {
+        "attention__sliding_window": 5, "attention__sliding_window_pattern": 3, "rope__freq_base": 5000.0,
+        "rope__scaling__type": "linear", "rope__scaling__factor": 3.0}),
     "gemma4": ("gemma4", "Gemma4_text", {**GEMMA4, "final_logit_softcapping": 1.5},
                {**GEMMA4_KEYS, "final_logit_softcapping": 1.5}),
     "gemma4, values of their own": ("gemma4", "Gemma4_text", {**GEMMA4, "attention_k_eq_v": False},
@@ -323,6 +332,12 @@ def test_tensors_that_do_not_fit(change: Any, message: str, tmp_path: Path, monk
         ({"expert_count": 8, "expert_used_count": 9}, "num_experts_per_tok"),
         ({"rope__scaling__type": "weird", "rope__scaling__factor": 2.0}, "rope.scaling.type in .* is 'weird'"),
         ({"attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon"),
+        ({"attention__causal": False}, "attention.causal=False"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        (
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__attn_factor": 2.0},
+            "rope.scaling.attn_factor=2.0",
+        ),
         ({"feed_forward_length": [48, 48, 48]}, "feed_forward_length"),
     ],
 )

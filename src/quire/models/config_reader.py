@@ -11,6 +11,8 @@ MAX_SIZE = 2**31 - 1
 MAX_NUMBER = 1e30  # far beyond any theta or factor, and with room for products
 MAX_LIST_LENGTH = 1024
 REQUIRED: Any = object()
+ACTIVATIONS = "silu", "swish", "relu", "relu2", "quick_gelu", "gelu", "gelu_new", "gelu_pytorch_tanh"
+"""The names of activations in a config.json that quire.layers.mlp computes."""
 
 
 def is_number(value: Any) -> bool:
@@ -23,6 +25,18 @@ class ConfigReader:
 
     def __init__(self, config: dict[str, Any], where: str = "config.json") -> None:
         self.config, self.source = config, where
+
+    def with_aliases(self, **aliases: str) -> ConfigReader:
+        """Return a reader of the same config, in which the keys `aliases`, other names of keys in transformers, are
+        these keys. Raise StartupError if two names of a key have different values."""
+        config = dict(self.config)
+        for alias, name in aliases.items():
+            if config.get(alias) is not None and config.setdefault(name, config[alias]) != config[alias]:
+                raise StartupError(
+                    f"{self.source} has {alias} {short_repr(config[alias])} and {name} {short_repr(config[name])}",
+                    "They are names of one value: give one of them",
+                )
+        return ConfigReader(config, self.source)
 
     def _get(self, name: str, default: Any, kind: str, is_valid: Callable[[Any], bool]) -> Any:
         value = self.config.get(name)
@@ -61,6 +75,14 @@ class ConfigReader:
     def get_str(self, name: str, default: str) -> str:
         """Return a string."""
         value: str = self._get(name, default, "a string", lambda value: isinstance(value, str))
+        return value
+
+    def get_activation(self, name: str, default: str) -> str:
+        """Return one of ACTIVATIONS."""
+        value = self.get_str(name, default)
+        if value not in ACTIVATIONS:
+            supported = f"Supported: {', '.join(ACTIVATIONS)}"
+            raise StartupError(f"{name} in {self.source} is {short_repr(value)}", supported)
         return value
 
     def get_object(self, name: str) -> dict[str, Any]:

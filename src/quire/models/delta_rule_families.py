@@ -22,8 +22,6 @@ LINEAR = "linear_attention"
 """The layer type of layers with the gated delta rule."""
 MAX_HEAD_DIM, MAX_HEADS = 256, 2**12
 """Limits of the heads of the gated delta rule."""
-PARTIAL = 0.25
-"""The part of a head that is rotated, unless config.json has one."""
 THEIR_MIXER = "layers.*.linear_attn."
 GATED_NAMES: WeightNames = {
     **LLAMA_NAMES,
@@ -76,12 +74,12 @@ def read_qwen3_5_experts(fields: ConfigReader) -> ExpertsConfig:
 
 def read_qwen3_5_with_vision(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Qwen3.5 with a vision tower."""
-    return read_qwen3_5(text_section(fields, {}))
+    return read_qwen3_5(text_section(fields, {}, tied=False))
 
 
 def read_qwen3_5_moe_with_vision(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Qwen3.5 with experts and a vision tower."""
-    return read_qwen3_5_moe(text_section(fields, {}))
+    return read_qwen3_5_moe(text_section(fields, {}, tied=False))
 
 
 def _declare(
@@ -94,7 +92,7 @@ def _declare(
     fields.require_value("kv_sharing", None)
     fields.require_value("pyramid_kv", None)
     fields.require_value("use_sliding_window", False)
-    rope, max_len = read_rope(fields, partial=PARTIAL)
+    rope, max_len = read_rope(fields, partial=default_rotation(fields))
     count, interval = read_layer_count(fields), fields.get_int("full_attention_interval", 4, MAX_LAYERS)
     types = read_layer_types(fields, (FULL, LINEAR))
     attends = range(interval - 1, count, interval) if types is None else [i for i in range(count) if types[i] == FULL]
@@ -118,6 +116,11 @@ def _declare(
         ignored_weights=(r"mtp\..*", r"visual\..*"),
         **declared,
     )
+
+
+def default_rotation(fields: ConfigReader) -> float:
+    """Return the part of a head that is rotated if config.json has no number: a quarter, all of it for a null."""
+    return 1.0 if "partial_rotary_factor" in fields.config else 0.25
 
 
 def read_gated_attention(fields: ConfigReader) -> dict[str, Any]:

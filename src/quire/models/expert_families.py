@@ -18,6 +18,7 @@ from quire.models.layer_types import (
     read_layer_count,
     read_layer_types,
     read_qwen_windows,
+    read_window,
     windows_for_types,
 )
 from quire.models.rope_settings import read_rope
@@ -48,6 +49,7 @@ def expert_names(
 
 def read_mixtral(fields: ConfigReader) -> DecoderConfig:
     """Mixtral (Jiang et al., 2024): experts in every layer."""
+    fields = fields.with_aliases(num_experts="num_local_experts")
     count, window = fields.get_int("num_local_experts", 8, MAX_EXPERTS), fields.get_int("sliding_window", None)
     experts = ExpertsConfig(
         count=count,
@@ -81,7 +83,7 @@ def read_qwen2_moe(fields: ConfigReader) -> DecoderConfig:
 def read_qwen3_moe(fields: ConfigReader) -> DecoderConfig:
     """Qwen3-MoE (Yang et al., 2025): queries and keys are normalised per head. If there is a window, every layer has
     it."""
-    window = fields.get_int("sliding_window", 4096) if fields.get_bool("use_sliding_window", False) else None
+    window = read_window(fields) if fields.get_bool("use_sliding_window", False) else None
     windows = (window,) * read_layer_count(fields)
     return _declare_qwen(fields, windows, (128, 8, 768), 0, kv_heads=4, qk_norm="head", **read_biases(fields))
 
@@ -98,7 +100,8 @@ def read_gpt_oss(fields: ConfigReader) -> DecoderConfig:
     for name, value in (("hidden_act", "silu"), ("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         fields.require_value(name, value)
     fields.require_value("pyramid_kv", None)
-    if not fields.config.get("rope_scaling") and not fields.config.get("rope_parameters"):
+    fields = fields.with_aliases(num_experts="num_local_experts")
+    if not fields.config.get("rope_scaling") and fields.config.get("rope_parameters") is None:
         fields = ConfigReader({**fields.config, "rope_parameters": GPT_OSS_ROPE}, fields.source)
     count, layers = fields.get_int("num_local_experts", 128, MAX_EXPERTS), read_layer_count(fields)
     experts = ExpertsConfig(
@@ -113,7 +116,7 @@ def read_gpt_oss(fields: ConfigReader) -> DecoderConfig:
     bias = fields.get_bool("attention_bias", True)
     return _declare(
         fields,
-        windows_for_types(types, fields.get_int("sliding_window", None if "sliding_window" in fields.config else 128)),
+        windows_for_types(types, read_window(fields, 128)),
         experts,
         range(layers),
         150_000.0,
@@ -148,7 +151,7 @@ def read_qwen_experts(
     """Return the experts of a Qwen, with `shared` columns of a shared expert. `defaults`: the number of experts, those
     of a token, and their columns; `renormalize` is a default. Newer configs have `num_local_experts` in place of
     `num_experts`."""
-    count = fields.get_int("num_experts", fields.get_int("num_local_experts", defaults[0], MAX_EXPERTS), MAX_EXPERTS)
+    count = fields.with_aliases(num_local_experts="num_experts").get_int("num_experts", defaults[0], MAX_EXPERTS)
     return ExpertsConfig(
         count=count,
         per_token=fields.get_int("num_experts_per_tok", min(defaults[1], count), count),

@@ -78,6 +78,11 @@ def post_norm_names(layers: int, last: str = "post_feedforward_layernorm") -> We
 def declare(fields: ConfigReader, **declared: Any) -> DecoderConfig:
     """Return the model with the keys that all families share, and with what is `declared`."""
     read_checkpoint_scheme(fields.config)  # raises StartupError for one that isn't supported
+    if fields.config.get("is_causal", True) is not True:  # transformers takes a null for false
+        raise StartupError(
+            f"is_causal in {fields.source} is {short_repr(fields.config['is_causal'])}",
+            "Only models whose tokens attend to earlier ones alone are supported",
+        )
     return DecoderConfig(
         vocab_size=fields.get_int("vocab_size"),
         eos_ids=fields.get_token_ids("eos_token_id"),
@@ -107,7 +112,7 @@ def declare_gated(
         )
     values = {
         "family": "llama",
-        "activation": fields.get_str("hidden_act", "silu"),
+        "activation": fields.get_activation("hidden_act", "silu"),
         "intermediate": declared.get("intermediate") or fields.get_int("intermediate_size"),
         "tied": fields.get_bool("tie_word_embeddings", tied),
         "norm_eps": fields.get_float("rms_norm_eps", 1e-6),
@@ -163,23 +168,25 @@ def read_llama(fields: ConfigReader) -> DecoderConfig:
 
 def read_mistral(fields: ConfigReader) -> DecoderConfig:
     """Mistral (Jiang et al., 2023) and Ministral: a sliding window in all layers, or in those of `layer_types`."""
-    return declare_windowed(fields, read_mistral_windows)
+    return declare_windowed(fields, read_mistral_windows, kv_heads=8)
 
 
 def read_qwen2(fields: ConfigReader) -> DecoderConfig:
     """Qwen2 (Yang et al., 2024): biases of queries, keys and values."""
-    return declare_windowed(fields, read_qwen_windows, qkv_bias=True)
+    return declare_windowed(fields, read_qwen_windows, kv_heads=32, qkv_bias=True)
 
 
 def read_mimo(fields: ConfigReader) -> DecoderConfig:
     """MiMo-7B (Xiaomi, 2025): a Qwen2 whose checkpoint has layers for multi-token prediction (see
     quire.models.head_config)."""
-    return declare_windowed(fields, read_qwen_windows, qkv_bias=True, ignored_weights=(r"mtp_layers\..*",))
+    ignored = (r"mtp_layers\..*",)
+    return declare_windowed(fields, read_qwen_windows, kv_heads=32, qkv_bias=True, ignored_weights=ignored)
 
 
 def read_qwen3(fields: ConfigReader) -> DecoderConfig:
     """Qwen3 (Yang et al., 2025): queries and keys are normalised per head."""
-    return declare_windowed(fields, read_qwen_windows, head_dim=128, qk_norm="head", **read_biases(fields))
+    biases = read_biases(fields)
+    return declare_windowed(fields, read_qwen_windows, kv_heads=32, head_dim=128, qk_norm="head", **biases)
 
 
 def read_internlm2(fields: ConfigReader) -> DecoderConfig:
@@ -192,10 +199,12 @@ def read_internlm2(fields: ConfigReader) -> DecoderConfig:
 def read_phi3(fields: ConfigReader) -> DecoderConfig:
     """Phi-3 (Abdin et al., 2024): stacked weights, LongRoPE, heads that may be rotated in part."""
     fields.require_value("kv_sharing", None)
-    rope, max_len = read_rope(fields, partial=1.0)
+    fields = ConfigReader({"original_max_position_embeddings": 4096, **fields.config}, fields.source)
+    rope, max_len = read_rope(fields, partial=1.0, longrope_names=("longrope", "su", "yarn"))
     window = fields.get_int("sliding_window", None)
     layer = LayerConfig(None if window is None or window >= max_len else window, rope=rope)
-    return declare_gated(fields, [layer] * read_layer_count(fields), max_len, weight_names=PHI3_NAMES)
+    eps = fields.get_float("rms_norm_eps", 1e-5)
+    return declare_gated(fields, [layer] * read_layer_count(fields), max_len, norm_eps=eps, weight_names=PHI3_NAMES)
 
 
 def read_smollm3(fields: ConfigReader) -> DecoderConfig:
@@ -215,7 +224,7 @@ def read_smollm3(fields: ConfigReader) -> DecoderConfig:
     types = read_layer_types(fields) or tuple(FULL if x or window is None else LOCAL for x in rotated[:count])
     windows, mlp_bias = windows_for_types(types, window), fields.get_bool("mlp_bias", False)
     layers = (LayerConfig(window, rope=rope if x else None) for window, x in zip(windows, rotated))
-    return declare_gated(fields, layers, max_len, tied=True, mlp_bias=mlp_bias, **read_biases(fields))
+    return declare_gated(fields, layers, max_len, kv_heads=4, tied=True, mlp_bias=mlp_bias, **read_biases(fields))
 
 
 def read_olmo2(fields: ConfigReader) -> DecoderConfig:
@@ -256,15 +265,16 @@ def read_gemma3(fields: ConfigReader) -> DecoderConfig:
 
 def read_gemma3_text(fields: ConfigReader) -> DecoderConfig:
     """The text model of a Gemma-3 with a vision tower."""
-    return read_gemma3(text_section(fields, GEMMA3_TEXT_DEFAULTS))
+    text = text_section(fields, GEMMA3_TEXT_DEFAULTS, tied=True)
+    text.require_value("final_logit_softcapping", None)  # transformers ignores it here
+    return read_gemma3(text)
 
 
-def text_section(fields: ConfigReader, defaults: dict[str, Any]) -> ConfigReader:
-    """Return the config of the text of a model with a vision tower. tie_word_embeddings is read from the outer
-    config."""
+def text_section(fields: ConfigReader, defaults: dict[str, Any], tied: bool) -> ConfigReader:
+    """Return the config of the text of a model with a vision tower. tie_word_embeddings is that of the outer config, by
+    default `tied`."""
     read_checkpoint_scheme(fields.config)
-    tied = fields.config.get("tie_word_embeddings")
-    outer = {} if tied is None else {"tie_word_embeddings": tied}
+    outer = {"tie_word_embeddings": fields.get_bool("tie_word_embeddings", tied)}
     return ConfigReader({**defaults, **fields.get_object("text_config"), **outer}, f"text_config of {fields.source}")
 
 
@@ -287,7 +297,7 @@ def _declare_gemma(
         head_dim=256,
         tied=True,
         family="gemma",
-        activation=fields.get_str("hidden_activation", "gelu_pytorch_tanh"),
+        activation=fields.get_activation("hidden_activation", "gelu_pytorch_tanh"),
         norm_offset=True,
         post_norms=True,
         **read_biases(fields),
@@ -315,6 +325,8 @@ def read_ropes_of_types(fields: ConfigReader, default: dict[str, Any] | None = N
     given = types.get_object(FULL) or default or {}
     full = ConfigReader(given | scaling, f"the rope of {FULL} in {fields.source}")
     local = ConfigReader(types.get_object(LOCAL), f"the rope of {LOCAL} in {fields.source}")
+    for rope in (full, local):
+        rope.require_value("truncate", True)  # transformers doesn't read it here
     thetas = fields.get_float("rope_theta", 1e6), fields.get_float("rope_local_base_freq", 1e4)
     max_len = fields.get_int("max_position_embeddings")
     ropes = (read_rope_section(fields, rope, max_len, theta)[0] for rope, theta in zip((full, local), thetas))
@@ -328,7 +340,9 @@ def read_softcap(fields: ConfigReader, name: str, default: float | None) -> floa
 
 
 def read_heads(fields: ConfigReader, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Return the number of key heads and the head size, for `heads` query heads; `kv_heads`, `head_dim`: defaults."""
+    """Return the number of key heads and the head size, for `heads` query heads; `kv_heads`, `head_dim`: defaults. As
+    in transformers a null stands for as many key heads as query heads."""
+    kv_heads = heads if "num_key_value_heads" in fields.config else kv_heads
     kv_heads, head_dim = fields.get_int("num_key_value_heads", kv_heads), fields.get_int("head_dim", head_dim)
     if heads % kv_heads:
         raise StartupError(
@@ -343,7 +357,7 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
     rotary_dim = rope.rotary_dim(head_dim)
     if rotary_dim % 2 or not rotary_dim:
         raise StartupError(
-            f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary_dim} of {head_dim} dimensions",
+            f"partial_rotary_factor {rope.partial_rotary_factor} rotates {rotary_dim} numbers of head_dim {head_dim}",
             "The number must be even and above 0",
         )
     if rope.kind == "longrope" and len(rope.short_factors) != rotary_dim // 2:
@@ -398,7 +412,7 @@ def read_opt(fields: ConfigReader) -> DecoderConfig:
         head_dim=hidden // heads,
         intermediate=fields.get_int("ffn_dim"),
         intermediate_key="ffn_dim",
-        activation=fields.get_str("activation_function", "relu"),
+        activation=fields.get_activation("activation_function", "relu"),
         gated=False,
         norm_eps=1e-5,
         layer_norm=True,
@@ -422,6 +436,10 @@ def read_gpt2(fields: ConfigReader) -> DecoderConfig:
     """GPT-2 (Radford et al., 2019), and GPT-3 by its dimensions. Checkpoints may hold causal masks."""
     if read_checkpoint_scheme(fields.config):
         raise StartupError("quantised checkpoints of GPT-2 are not supported: their weights are transposed", REMEDY)
+    fields = fields.with_aliases(
+        hidden_size="n_embd", max_position_embeddings="n_positions", num_attention_heads="n_head",
+        num_hidden_layers="n_layer",
+    )  # fmt: skip
     fields.require_value("scale_attn_weights", True)
     fields.require_value("scale_attn_by_inverse_layer_idx", False)
     fields.require_value("add_cross_attention", False)
@@ -436,7 +454,7 @@ def read_gpt2(fields: ConfigReader) -> DecoderConfig:
         head_dim=hidden // heads,
         intermediate=fields.get_int("n_inner", 4 * hidden),
         intermediate_key="n_inner",
-        activation=fields.get_str("activation_function", "gelu_new"),
+        activation=fields.get_activation("activation_function", "gelu_new"),
         gated=False,
         norm_eps=fields.get_float("layer_norm_epsilon", 1e-5),
         layer_norm=True,

@@ -15,9 +15,15 @@ from quire.layers.experts_config import ExpertsConfig
 from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.expert_families import MAX_EXPERTS
-from quire.models.families import declare_gated, post_norm_names, read_biases, read_ropes_of_types, read_softcap
+from quire.models.families import (
+    declare_gated,
+    post_norm_names,
+    read_biases,
+    read_ropes_of_types,
+    read_softcap,
+    text_section,
+)
 from quire.models.layer_types import FULL, LOCAL, read_layer_count, read_layer_types, windows_for_types
-from quire.models.quantization import read_checkpoint_scheme
 from quire.models.weight_names import WeightNames
 
 TEXT_DEFAULTS = {
@@ -33,13 +39,8 @@ AUDIO_ENCODER = r"(audio_tower|embed_audio)\..*"
 
 
 def read_gemma4_text(fields: ConfigReader) -> DecoderConfig:
-    """Read the text model of a Gemma-4 whose config.json has encoders of images or audio too. These are not read;
-    tie_word_embeddings is read from the outer config."""
-    read_checkpoint_scheme(fields.config)
-    tied = fields.config.get("tie_word_embeddings")
-    outer = {} if tied is None else {"tie_word_embeddings": tied}
-    section = {**TEXT_DEFAULTS, **fields.get_object("text_config"), **outer}
-    return read_gemma4(ConfigReader(section, f"text_config of {fields.source}"))
+    """Read the text model of a Gemma-4 whose config.json has encoders of images or audio too. These are not read."""
+    return read_gemma4(text_section(fields, TEXT_DEFAULTS, tied=True))
 
 
 def read_gemma4(fields: ConfigReader) -> DecoderConfig:
@@ -59,7 +60,7 @@ def read_gemma4(fields: ConfigReader) -> DecoderConfig:
         head_dim=256,
         tied=True,
         family="gemma",
-        activation=fields.get_str("hidden_activation", "gelu_pytorch_tanh"),
+        activation=fields.get_activation("hidden_activation", "gelu_pytorch_tanh"),
         post_norms=True,
         qk_norm="head",
         v_norm=True,

@@ -14,7 +14,7 @@ from quire.models.config_reader import ConfigReader
 from quire.models.decoder_config import MAX_LAYERS, DecoderConfig, LayerConfig
 from quire.models.delta_rule_families import (
     GATED_NAMES,
-    PARTIAL,
+    default_rotation,
     read_gated_attention,
     read_qwen3_5_experts,
     read_qwen3_next_experts,
@@ -144,7 +144,7 @@ def mtp_config(config: dict[str, Any], target: ModelSpec) -> dict[str, Any]:
             f"They are for {', '.join(MTP_ARCHITECTURES)}. Use another method, or leave it out",
         )
     if name.endswith("ForConditionalGeneration"):
-        config = {**config, **text_section(ConfigReader(config), {}).config}
+        config = {**config, **text_section(ConfigReader(config), {}, tied=False).config}
     architecture, key = MTP_ARCHITECTURES[name]
     count = 1 if key is None else config.get(key)
     if not isinstance(count, int) or count < 1:
@@ -301,7 +301,7 @@ def _declare_qwen_mtp(own: ConfigReader, experts: ExpertsConfig | None, **rows: 
         target,
         {**rows, **read_gated_attention(own), "experts": experts},
         "mlp" if experts is None else "experts",
-        PARTIAL,
+        default_rotation(own),
         draft_vocab=target["vocab_size"],
         embedding_first=True,
         weight_names={

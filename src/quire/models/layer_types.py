@@ -37,15 +37,15 @@ def read_layer_types(fields: ConfigReader, known: tuple[str, ...] = LAYER_TYPES)
     for name in types:
         if name not in known:
             raise StartupError(
-                f"the layer type {short_repr(name)} in {fields.source} is not supported",
+                f"layer_types in {fields.source} has {short_repr(name)}, which is not supported",
                 f"Supported: {', '.join(known)}",
             )
     return tuple(types)
 
 
-def read_window(fields: ConfigReader) -> int | None:
-    """Return `sliding_window`: 4,096 if it is absent, None if it is null."""
-    window: int | None = fields.get_int("sliding_window", None if "sliding_window" in fields.config else 4096)
+def read_window(fields: ConfigReader, default: int = 4096) -> int | None:
+    """Return `sliding_window`: `default` if it is absent, None if it is null."""
+    window: int | None = fields.get_int("sliding_window", None if "sliding_window" in fields.config else default)
     return window
 
 
@@ -72,7 +72,7 @@ def read_mistral_windows(fields: ConfigReader) -> Windows:
 
 def read_qwen_windows(fields: ConfigReader) -> Windows:
     """Return each layer's window: the layers that have one are given by `layer_types`, or by max_window_layers."""
-    window = fields.get_int("sliding_window", 4096) if fields.get_bool("use_sliding_window", False) else None
+    window = read_window(fields) if fields.get_bool("use_sliding_window", False) else None
     types = read_layer_types(fields)
     if types is not None:
         return windows_for_types(types, window)

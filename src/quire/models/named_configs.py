@@ -288,7 +288,7 @@ VISION_LANGUAGE_CONFIGS: dict[str, dict[str, Any]] = {
     "phi-3-vision-4b": _vision_language("phi-3-vision", **_PHI3),
     "llama3.2-vision-11b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(4096, 40, 32, 14336)),
     "llama3.2-vision-90b": _vision_language("llama-3.2-11b-vision", text_config=_llama_vision(8192, 100, 64, 28672)),
-    "paligemma2-10b": _vision_language("paligemma2-10b", text_config=_GEMMA2),
+    "paligemma2-10b": {**_vision_language("paligemma2-10b", text_config=_GEMMA2), "tie_word_embeddings": True},
     "gemma-3-4b-vision": {**_vision_language("gemma-3-4b", text_config=_GEMMA3_4B), "tie_word_embeddings": True},
     "gemma-4-31b-vision": {**_vision_language("gemma-4-31b", text_config=_GEMMA4_31B), "tie_word_embeddings": True},
     "gemma-4-e2b-vision": {**_vision_language("gemma-4-e2b", text_config=_GEMMA4_E2B), "tie_word_embeddings": True},

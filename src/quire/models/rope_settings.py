@@ -10,9 +10,12 @@ from quire.layers.rope_config import ROPE_KINDS, RopeConfig
 from quire.models.config_reader import ConfigReader
 
 
-def read_rope(fields: ConfigReader, partial: float | None = None, theta: float = 10000.0) -> tuple[RopeConfig, int]:
+def read_rope(
+    fields: ConfigReader, partial: float | None = None, theta: float = 10000.0,
+    longrope_names: tuple[str, ...] = ("longrope",),
+) -> tuple[RopeConfig, int]:  # fmt: skip
     """Read the rotary embedding of all layers, and the length that it reaches; `theta` is the default, `partial`: see
-    `read_rope_section`.
+    `read_rope_section`. `longrope_names`: the types that are LongRoPE.
 
     Newer configs have everything in `rope_parameters`; older ones have `rope_theta` and perhaps `rope_scaling`. If both
     are given `rope_scaling` is used, as in transformers.
@@ -23,6 +26,8 @@ def read_rope(fields: ConfigReader, partial: float | None = None, theta: float =
         raise StartupError(
             f"{where} must be one flat object, got {short_repr(section)}", "One rope a model is supported"
         )
+    if section.get("rope_type", section.get("type")) in longrope_names:
+        section = {**section, "rope_type": "longrope"}
     rope = ConfigReader(section, f"{where} of config.json")
     max_position = fields.get_int("max_position_embeddings")
     return read_rope_section(fields, rope, max_position, fields.get_float("rope_theta", theta), partial)
@@ -44,10 +49,8 @@ def read_rope_section(
     else:
         for options in (fields, rope):
             options.require_value("partial_rotary_factor", 1.0)
-    if kind not in (*ROPE_KINDS, "su"):
+    if kind not in ROPE_KINDS:
         raise StartupError(f"the rope_type {short_repr(kind)} is not supported", f"Supported: {', '.join(ROPE_KINDS)}")
-    if kind == "su" or (kind == "yarn" and "short_factor" in rope.config):  # names in Phi-3's first configs
-        kind = "longrope"
     theta = rope.get_float("rope_theta", theta)
     plain = RopeConfig(kind=kind, theta=theta, original_max_len=max_position, partial_rotary_factor=share)
     if kind == "default":
@@ -64,8 +67,10 @@ def read_rope_section(
     plain = replace(plain, original_max_len=original)
     if kind == "llama3":
         low, high = rope.get_float("low_freq_factor"), rope.get_float("high_freq_factor")
-        if low == high:
-            raise StartupError(f"low_freq_factor and high_freq_factor of {rope.source} are {low}", "They must differ")
+        if low >= high:
+            raise StartupError(
+                f"low_freq_factor of {rope.source} is {low}, and high_freq_factor {high}", "It must be below that"
+            )
         factor = rope.get_float("factor")
         return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high), max_position
     if kind == "longrope":  # LongRoPE (Ding et al., 2024) as Phi-3 has it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from quire.errors import StartupError, short_repr
@@ -90,7 +89,7 @@ def _declare_mamba(fields: ConfigReader, norms: str, eps: float) -> DecoderConfi
         family="mamba",
         hidden=hidden,
         layers=(LayerConfig(mixer="state", feed_forward="none"),) * read_layer_count(fields),
-        state_mixer=_read_mixer(fields, hidden, keys, norms, eps),
+        state_mixer=_read_mixer(fields, hidden, keys, norms, eps, "intermediate_size"),
         norm_eps=fields.get_float("layer_norm_epsilon", 1e-5),
         tied=fields.get_bool("tie_word_embeddings", True),
         max_len=MAMBA_MAX_LEN,
@@ -126,6 +125,7 @@ def read_mamba2(fields: ConfigReader) -> DecoderConfig:
 def read_granite_hybrid(fields: ConfigReader) -> DecoderConfig:
     """Granite 4 hybrids (IBM, 2025): Mamba-2 layers and a few of attention, with or without a rotary embedding; in each
     layer a feed-forward block, beside experts if there are some."""
+    fields = fields.with_aliases(layers_block_type="layer_types")
     hidden, eps = fields.get_int("hidden_size"), fields.get_float("rms_norm_eps", 1e-6)
     kind = fields.get_str("position_embedding_type", "nope")
     if kind not in ("nope", "rope"):
@@ -186,7 +186,7 @@ NEMOTRON_H_BLOCKS = {
 def read_nemotron_h(fields: ConfigReader) -> DecoderConfig:
     """Nemotron-H (NVIDIA, 2025): each layer of config.json is one block, with a norm: Mamba-2, attention without a
     rotary embedding, or a plain MLP. One of the first two and the MLP that may follow are a layer of the decoder."""
-    for name, allowed in (("mamba_hidden_act", "silu"), ("sliding_window", None)):
+    for name, allowed in (("mamba_hidden_act", "silu"), ("sliding_window", None), ("attention_bias", False)):
         fields.require_value(name, allowed)
     layers, names = _read_nemotron_h_layers(fields)
     hidden, eps = fields.get_int("hidden_size"), fields.get_float("layer_norm_epsilon", 1e-5)
@@ -197,10 +197,9 @@ def read_nemotron_h(fields: ConfigReader) -> DecoderConfig:
         layers,
         fields.get_int("max_position_embeddings", 4096),
         family="nemotron_h",
-        **read_biases(fields),
         kv_heads=8,
         head_dim=fields.get_int("attention_head_dim", 128),
-        activation=fields.get_str("mlp_hidden_act", "relu2"),
+        activation=fields.get_activation("mlp_hidden_act", "relu2"),
         gated=False,
         mlp_bias=fields.get_bool("mlp_bias", False),
         norm_eps=eps,
@@ -253,8 +252,8 @@ def _scale(factor: float) -> float | None:
 def read_bamba(fields: ConfigReader) -> DecoderConfig:
     """Bamba (IBM, Princeton and UIUC, 2024): Mamba-2 layers, and attention in some, which rotates half of each head."""
     hidden, eps = fields.get_int("hidden_size"), fields.get_float("rms_norm_eps", 1e-5)
-    rope, max_len = read_rope(fields, partial=True)
-    rope = replace(rope, partial_rotary_factor=0.5)
+    # As in transformers the factor at the top is not read.
+    rope, max_len = read_rope(ConfigReader({**fields.config, "partial_rotary_factor": 0.5}, fields.source), partial=0.5)
     attends = _read_attention_layers(fields, "attn_layer_indices", [])
     return declare_gated(
         fields,
@@ -291,7 +290,8 @@ def _read_mamba2_mixer(
 
 
 def _read_bamba_mixer(fields: ConfigReader, hidden: int, eps: float) -> Mamba2Config:
-    """Return the mixer that the keys of Granite 4 and Bamba describe."""
+    """Return the mixer that the keys of Granite 4 and Bamba describe. As in transformers a null bias is none."""
+    fields.require_value("hidden_act", "silu")
     heads, expand = fields.get_int("mamba_n_heads", 128), fields.get_int("mamba_expand", 2, MAX_EXPAND)
     is_auto = fields.config.get("mamba_d_head") in (None, "auto")
     head_dim = expand * hidden // heads if is_auto else fields.get_int("mamba_d_head")
@@ -306,7 +306,7 @@ def _read_bamba_mixer(fields: ConfigReader, hidden: int, eps: float) -> Mamba2Co
         groups=_read_groups(fields, "mamba_n_groups", 1, heads),
         d_state=fields.get_int("mamba_d_state", 256, MAX_D_STATE),
         d_conv=fields.get_int("mamba_d_conv", 4, MAX_D_CONV, MIN_D_CONV),
-        conv_bias=fields.get_bool("mamba_conv_bias", True),
+        conv_bias=fields.get_bool("mamba_conv_bias", "mamba_conv_bias" not in fields.config),
         bias=fields.get_bool("mamba_proj_bias", False),
         norm_eps=eps,
         step_limits=_read_step_limits(fields),
@@ -361,6 +361,7 @@ def _read_step_limits(fields: ConfigReader, name: str = "time_step_limit") -> tu
 def read_jamba(fields: ConfigReader) -> DecoderConfig:
     """Jamba (Lieber et al., 2024): Mamba layers with some attention layers between them, which have no rotary
     embedding; in some layers experts."""
+    fields = fields.with_aliases(num_local_experts="num_experts")
     fields.require_value("mamba_inner_layernorms", True)
     fields.require_value("sliding_window", None)
     hidden, heads = fields.get_int("hidden_size"), fields.get_int("num_attention_heads")
@@ -413,6 +414,7 @@ def read_lfm2(fields: ConfigReader) -> DecoderConfig:
             for attends in _read_lfm2_attention_layers(fields)
         ],
         max_len,
+        kv_heads=8,
         qk_norm="head",
         norm_eps=fields.get_float("norm_eps", 1e-5),
         intermediate=_read_lfm2_intermediate(fields),
@@ -471,19 +473,22 @@ def _read_itemsize(fields: ConfigReader) -> int:
     return ITEMSIZES.get(dtype, 4) if isinstance(dtype, str) else 4
 
 
-def _read_mixer(fields: ConfigReader, hidden: int, keys: tuple[str, ...], norms: str, norm_eps: float) -> MambaConfig:
-    """Read a mixer. `keys` are those of d_state, d_conv, the factor from hidden to d_inner, dt_rank, and two biases."""
+def _read_mixer(
+    fields: ConfigReader, hidden: int, keys: tuple[str, ...], norms: str, norm_eps: float, inner_key: str = "",
+) -> MambaConfig:  # fmt: skip
+    """Read a mixer. `keys` are those of d_state, d_conv, the factor from hidden to d_inner, dt_rank, and two biases.
+    `inner_key`: a key that replaces that product."""
     fields.require_value("hidden_act", "silu")
     state, conv, expand, rank, conv_bias, bias = keys
-    inner = fields.get_int(expand, 2, MAX_EXPAND) * hidden
+    inner, name = fields.get_int(expand, 2, MAX_EXPAND) * hidden, f"{expand} times hidden_size"
+    if inner_key and fields.get_int(inner_key, inner) != inner:
+        inner, name = fields.get_int(inner_key), inner_key
     if inner > MAX_D_INNER:
-        raise StartupError(
-            f"{expand} times hidden_size in {fields.source} is {inner}", f"At most {MAX_D_INNER} channels"
-        )
+        raise StartupError(f"{name} in {fields.source} is {inner}", f"At most {MAX_D_INNER} channels")
     return MambaConfig(
         hidden=hidden,
         d_inner=inner,
-        inner_key=f"{expand} times hidden_size",
+        inner_key=name,
         d_state=fields.get_int(state, 16, MAX_D_STATE),
         d_conv=fields.get_int(conv, 4, MAX_D_CONV, MIN_D_CONV),
         dt_rank=-(-hidden // 16)

@@ -36,6 +36,8 @@ TEXT_MODELS: dict[str, tuple[Callable[[ConfigReader], DecoderConfig], dict[str, 
     "gemma2": (read_gemma2, {"vocab_size": 256_000, "max_position_embeddings": 8192}),
 }
 """The text's model_type -> its reader, and transformers' defaults of keys that a config may leave out."""
+TIED_BY_DEFAULT = "InternVLForConditionalGeneration", "PaliGemmaForConditionalGeneration"
+"""Models for which the outer tie_word_embeddings alone counts."""
 MLLAMA_EXTRA_TOKENS = 8
 """Embeddings after the vocabulary's, for tokens that are never generated, such as the image token."""
 MLLAMA_TEXT_DEFAULTS: dict[str, Any] = {
@@ -71,8 +73,10 @@ def read_vision_language(fields: ConfigReader) -> DecoderConfig:
             f"the model_type in {where} of config.json is {short_repr(kind)}", f"Supported: {', '.join(TEXT_MODELS)}"
         )
     read_text, defaults = TEXT_MODELS[kind]
-    given = {name: value for name, value in section.items() if value is not None}
-    if not phi3 and config.get("tie_word_embeddings"):  # transformers reads it from either object
+    given = dict(section)
+    if name in TIED_BY_DEFAULT:
+        given["tie_word_embeddings"] = fields.get_bool("tie_word_embeddings", True)
+    elif not phi3 and config.get("tie_word_embeddings"):  # transformers reads it from either object
         given["tie_word_embeddings"] = True
     if kind == "gemma2":  # prompts attend in both directions, by the VisionSpec
         given.pop("use_bidirectional_attention", None)

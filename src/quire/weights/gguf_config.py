@@ -93,6 +93,15 @@ SAMPLING_KEYS = {
 }  # fmt: skip
 
 
+UNSUPPORTED_KEYS = {
+    "attention.causal": True, "attention.scale": 0.0, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0,
+    "logit_scale": 0.0, "embedding_scale": 0.0, "residual_scale": 0.0, "use_parallel_residual": False,
+    "expert_weights_scale": 1.0, "leading_dense_block_count": 0, "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0, "rope.scaling.yarn_log_multiplier": 0.0,
+}  # fmt: skip
+"""Keys of llama.cpp that change what a model computes -> their only supported values."""
+
+
 class Architecture(NamedTuple):
     """An architecture of GGUF files, with transformers' names. `expert_keys`: the keys of a config.json with experts
     that the file has no keys for, or None if it has none. `interleaved_rope`: the rows of queries and keys are in
@@ -224,6 +233,8 @@ def to_hf_config(file: GGUFFile) -> dict[str, Any]:
     rope = _rope_config(file, fields) | {"rope_theta": fields.get_float("rope.freq_base", 10000.0)}
     if arch == "gpt-oss":
         rope["truncate"] = False
+    if arch == "phi3" and "original_max_position_embeddings" in rope:
+        config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     if arch == "gemma3":
         local = {"rope_type": "default", "rope_theta": fields.get_float("rope.freq_base_swa", 10000.0)}
         return config | {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
@@ -248,7 +259,8 @@ def _common_config(file: GGUFFile, architecture: Architecture, fields: ConfigRea
     """Return the keys that all architectures have."""
     heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
     head_dim = fields.get_int("attention.key_length", hidden // heads)
-    fields.require_value("attention.value_length", head_dim)
+    for key, allowed in {"attention.value_length": head_dim, **UNSUPPORTED_KEYS}.items():
+        fields.require_value(key, allowed)
     if architecture.hf_architecture != "Phi3ForCausalLM":
         fields.require_value("rope.dimension_count", head_dim)
     if architecture.expert_keys is None:
@@ -341,6 +353,13 @@ def _gemma_config(arch: str, fields: ConfigReader, config: dict[str, Any]) -> di
         "sliding_window": fields.get_int("attention.sliding_window", 4096 if arch == "gemma2" else None),
         "final_logit_softcapping": fields.get_float("final_logit_softcapping", 30.0 if arch == "gemma2" else None),
     }
+    pattern = "attention.sliding_window_pattern"
+    if isinstance(fields.config.get(pattern), list):
+        keys["layer_types"] = ["sliding_attention" if one else "full_attention" for one in _windowed_layers(fields)]
+    elif arch == "gemma2":
+        fields.require_value(pattern, 2)
+    else:
+        keys["sliding_window_pattern"] = fields.get_int(pattern, 6)
     if arch == "gemma2":
         keys["attn_logit_softcapping"] = fields.get_float("attn_logit_softcapping", 50.0)
     elif keys["sliding_window"] is None:
@@ -369,7 +388,8 @@ def _gemma4_config(file: GGUFFile, architecture: Architecture, fields: ConfigRea
     head_dim = fields.get_int("attention.key_length_swa", config["head_dim"])
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         fields.require_value(key, head_dim)
-    fields.require_value("rope.scaling.type", "none")
+    for key, allowed in (("rope.scaling.type", "none"), ("rope.scaling.factor", 1.0), ("rope.scale_linear", 1.0)):
+        fields.require_value(key, allowed)
     table = file.tensors.get("per_layer_token_embd.weight")
     return config | {
         "head_dim": head_dim,
@@ -455,7 +475,7 @@ def _rope_config(file: GGUFFile, fields: ConfigReader) -> dict[str, Any]:
         lists = {f"{which}_factor": _tensor_floats(file, name) for which, name in factors.items()}
         attention = {"attention_factor": fields.get_float("rope.scaling.attn_factor", 1.0)}
         return {"rope_type": "longrope", "original_max_position_embeddings": original, **lists, **attention}
-    kind = fields.get_str("rope.scaling.type", "none")
+    kind = fields.get_str("rope.scaling.type", "linear")  # llama.cpp's default
     factor = fields.get_float("rope.scaling.factor", fields.get_float("rope.scale_linear", 1.0))
     if kind == "none" or factor == 1.0:
         return {"rope_type": "default"}
@@ -463,7 +483,9 @@ def _rope_config(file: GGUFFile, fields: ConfigReader) -> dict[str, Any]:
         raise StartupError(f"rope.scaling.type in {file.path} is {short_repr(kind)}", "linear and yarn are supported")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    fields.require_value("rope.scaling.attn_factor", 1.0)
+    betas = {f"beta_{name}": fields.get_float(f"rope.scaling.yarn_beta_{name}", None) for name in ("fast", "slow")}
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
 
 
 def _tensor_floats(file: GGUFFile, name: str) -> list[float]:

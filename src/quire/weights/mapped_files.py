@@ -57,7 +57,8 @@ def copy_tensor(tensor: Tensor, to: Tensor) -> None:
     """Copy `tensor` to `to`, converted. Without conversion one thread copies: torch's threads would wait for each other
     at every new page, and take four times as long."""
     same_layout = tensor.dtype == to.dtype and tensor.is_contiguous() and to.is_contiguous()
-    if same_layout and tensor.device.type == to.device.type == "cpu" and tensor.dim():
+    on_cpu = tensor.device.type == to.device.type == "cpu"
+    if same_layout and on_cpu and tensor.dim() and tensor.stride(-1) == to.stride(-1) == 1:
         to.view(torch.uint8).numpy()[...] = tensor.view(torch.uint8).numpy()
     else:
         to.copy_(tensor)
