@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,34 @@ def test_compiled_there_and_found_here(tmp_path: Path) -> None:
     (compiled, read), requests = result["later"]
     assert (compiled, read) == (1, 0)
     assert requests <= 5 + 4 + 1, "a process that is known to be lost is asked nothing"
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[compile_process.KernelCompiler]:
+    """A compiler whose process prints lines first, and whose sys.path has what isn't a folder's name."""
+    (tmp_path / "sitecustomize.py").write_text("print('hello'); print('1 x'); print('77 1')")
+    monkeypatch.setattr(sys, "path", [Path(), "", str(tmp_path), *sys.path])
+    compiler = compile_process.KernelCompiler(1)
+    yield compiler
+    compiler.close()
+
+
+def test_lines_that_are_no_answer_are_skipped(compiler: compile_process.KernelCompiler) -> None:
+    assert not compiler.request("os", "system", "", [])
+    assert not compiler.request("os", "system", "", [])
+    assert compiler._process is not None, "it still answers"
+
+
+def test_a_process_that_stands_still_is_ended(
+    compiler: compile_process.KernelCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nothing more can be written to it."""
+    monkeypatch.setattr(compile_process, "ANSWER_SECONDS", 0.5)
+    process = compiler._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    assert not compiler.request("os", "system", "x" * 300_000, [])
+    assert process.wait(10) == -signal.SIGKILL
 
 
 class StandIn:
