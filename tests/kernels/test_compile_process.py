@@ -84,6 +84,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """What is started on a machine with a GPU and 40 cores."""
     monkeypatch.setattr(loader, "GPU_DEVICE_FILES", (__file__,))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(40)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(compile_process, "KernelCompiler", StandIn)
     monkeypatch.setattr(StandIn, "made", [], raising=False)
     return StandIn.made
@@ -95,6 +96,10 @@ def test_how_many_are_compiled_at_once(made: list[StandIn], monkeypatch: pytest.
     assert [one.processes for one in made] == [16, 10, 3], "with fewer cores none is started"
     assert loader.start_kernel_compiler(EngineConfig(device="cpu")) is None
     assert loader.start_kernel_compiler(EngineConfig(warm_up=False)) is None
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert loader.start_kernel_compiler(EngineConfig()) is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(loader, "GPU_DEVICE_FILES", ())
     assert loader.start_kernel_compiler(EngineConfig()) is None
 
