@@ -18,6 +18,7 @@ from typing import Any
 from quire.bench.simulate import read_deployment
 from quire.bench.workloads import parse
 from quire.config import EngineConfig
+from quire.errors import StartupError
 from quire.protocol.sampling_params import SamplingParams
 from quire.sim.cost_model import Links
 from quire.sim.simulation import TraceRequest
@@ -39,10 +40,11 @@ def llama_70b(ranks: Sequence[int], workloads: Sequence[str], rows: Sequence[int
 
     A workload's `value` is milliseconds a token of one request, output tokens a second where outputs are long, else all
     tokens a second. Measured ones have the error of the simulation (`off`)."""
+    documents = [FOLDER / "h200x2_70b.json", *([Path(measured)] if measured else [])]
+    found = [one for path in documents for one in _throughput(path)]
     points = [_simulated(tp, workload) for tp in ranks for workload in workloads]
     predicted = {(point["tp"], point["what"]): point["value"] for point in points}
-    documents = [FOLDER / "h200x2_70b.json", *([Path(measured)] if measured else [])]
-    for tp, workload, value in (one for path in documents for one in _throughput(path)):
+    for tp, workload, value in found:
         if ahead := predicted.get((tp, workload)):
             points.append({
                 "by": "real", "tp": tp, "what": workload, "value": value, "unit": unit(workload),
@@ -99,9 +101,17 @@ def _simulated(tp: int, workload: str) -> dict[str, Any]:
 
 
 def _throughput(path: Path) -> list[tuple[int, str, float]]:
-    """Return the ranks, the workload and its value, of MODEL's results by `quire bench throughput` or `parallel`."""
+    """Return the ranks, the workload and its value, of MODEL's results by `quire bench throughput` or `parallel`. Raise
+    StartupError if there are no results."""
     found = []
-    for result in json.loads(path.read_text(encoding="utf-8"))["results"]:
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))["results"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StartupError(
+            f"{path} has no results of a measurement: {type(error).__name__}: {error}",
+            "Make it with quire bench throughput --out",
+        ) from error
+    for result in results:
         run = result.get("run", result)
         if "median" not in run or run["model"] != MODEL:
             continue

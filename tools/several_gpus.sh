@@ -12,11 +12,20 @@
 # LLAMA, a model config; WORKLOADS, such as "64:16@4"; SET, changes of the parameters of Figure 12, such as
 # "model=opt-13b kv_tokens=15728"; PYTHON.
 set -u
+fail() {
+    echo "$1" >&2
+    exit 2
+}
+[ $# -ge 2 ] || fail "usage: $0 N OUT [PART...]"
+case $1 in *[!0-9]* | "" | 0 | 1) fail "$1 is no number of GPUs: give 2 or more" ;; esac
 ranks=$1
-mkdir -p "$2"
+[ -n "$2" ] && mkdir -p "$2" && [ -w "$2" ] || fail "nothing can be written to the folder '$2'"
 out=$(cd "$2" && pwd)
 shift 2
 [ $# -gt 0 ] || set -- sums llama opt-c opt-f
+for part; do
+    case $part in sums | llama | vllm | opt-c | opt-f) ;; *) fail "there is no part $part" ;; esac
+done
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3} llama=${LLAMA:-llama3-70b} sets=
 for change in "tp=$ranks" ${SET:-}; do sets="$sets --set $change"; done
@@ -68,7 +77,6 @@ quire() { # SECONDS ARGUMENTS...
             ;;
         # shellcheck disable=SC2086
         opt-c | opt-f) quire 570 reproduce "fig12${part#opt-}-gpu" $sets --no-pictures --out "$out" ;;
-        *) echo "there is no part $part" && exit 2 ;;
         esac
     done
 } | tee -a "$out/log.txt"

@@ -228,14 +228,23 @@ def test_every_family_is_compiled_without_a_gpu(tmp_path: Path) -> None:
     assert "linear/half/square/1, 3 x 512, 3 stages, 4 warps does not compile" in done.stderr
 
 
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "tiles.json", Path("/proc/version/tiles.json")):
+        with pytest.raises(StartupError, match=f"{path} can't be written"):
+            bench.main(["kernels", "--tune", "--out", str(path)])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_is_needed() -> None:
+def test_a_gpu_is_needed(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"quire bench kernels --tune measures a GPU, and torch finds none"):
-        bench.main(["kernels", "--tune", "--out", "tiles.json"])
+        bench.main(["kernels", "--tune", "--out", str(tmp_path / "new" / "tiles.json")])
+    assert not [*tmp_path.iterdir()]
     with pytest.raises(StartupError, match="--tune has sizes of its own"):
         bench.main(["kernels", "--tune", "--tp", "2"])
-    with pytest.raises(StartupError, match="--seconds is 0"):
-        tune.run(argparse.Namespace(family=None, seconds=0))
+    for seconds in (0, 10**10):
+        with pytest.raises(StartupError, match=f"--seconds is {seconds}"):
+            tune.run(argparse.Namespace(family=None, seconds=seconds))
 
 
 @pytest.mark.gpu

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,34 @@ def test_compiled_there_and_found_here(tmp_path: Path) -> None:
     assert requests <= 5 + 4 + 1, "a process that is known to be lost is asked nothing"
 
 
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[compile_process.KernelCompiler]:
+    """A compiler whose process prints lines first, and whose sys.path has what isn't a folder's name."""
+    (tmp_path / "sitecustomize.py").write_text("print('hello'); print('1 x'); print('77 1')")
+    monkeypatch.setattr(sys, "path", [Path(), "", str(tmp_path), *sys.path])
+    compiler = compile_process.KernelCompiler(1)
+    yield compiler
+    compiler.close()
+
+
+def test_lines_that_are_no_answer_are_skipped(compiler: compile_process.KernelCompiler) -> None:
+    assert not compiler.request("os", "system", "", [])
+    assert not compiler.request("os", "system", "", [])
+    assert compiler._process is not None, "it still answers"
+
+
+def test_a_process_that_stands_still_is_ended(
+    compiler: compile_process.KernelCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nothing more can be written to it."""
+    monkeypatch.setattr(compile_process, "ANSWER_SECONDS", 0.5)
+    process = compiler._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    assert not compiler.request("os", "system", "x" * 300_000, [])
+    assert process.wait(10) == -signal.SIGKILL
+
+
 class StandIn:
     """In place of a KernelCompiler."""
 
@@ -54,6 +84,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """What is started on a machine with a GPU and 40 cores."""
     monkeypatch.setattr(loader, "GPU_DEVICE_FILES", (__file__,))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(40)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(compile_process, "KernelCompiler", StandIn)
     monkeypatch.setattr(StandIn, "made", [], raising=False)
     return StandIn.made
@@ -65,6 +96,10 @@ def test_how_many_are_compiled_at_once(made: list[StandIn], monkeypatch: pytest.
         compile_process.stop_compiler()
     loader.start_kernel_compiler(EngineConfig(device="cpu"))
     loader.start_kernel_compiler(EngineConfig(warm_up=False))
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        loader.start_kernel_compiler(EngineConfig())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(loader, "GPU_DEVICE_FILES", ())
     loader.start_kernel_compiler(EngineConfig())
     assert [one.processes for one in made] == [16, 10, 3], "with fewer cores none is started"

@@ -462,6 +462,18 @@ def test_models_of_experts() -> None:
         read_spec(named_config("qwen3-30b-a3b"), Shard(0, 5))
 
 
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b"])
+def test_the_number_of_experts_by_its_other_name(name: str) -> None:
+    config = named_config(name)
+    keys = "num_experts", "num_local_experts"
+    own, other = keys if keys[0] in config else keys[::-1]
+    count = config[own]
+    for more in ({own: None, other: count}, {other: None}, {other: count}):
+        assert read_model_config(config | more) == read_model_config(config)
+    with pytest.raises(StartupError, match=f"{other} {count + 1} and {own} {count}"):
+        read_model_config({**config, other: count + 1})
+
+
 def test_layers_of_mamba2() -> None:
     """Mamba-Codestral-7B: 128 heads of 64 channels with 128 numbers each, and 8 groups. Ranks beyond the groups have
     copies of them."""

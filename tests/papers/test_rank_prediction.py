@@ -10,6 +10,7 @@ import pytest
 from papers.entry import HOLDS, MET, one
 from papers.pagedattention import OWN
 from papers.rank_prediction import FOLDER, llama_70b
+from quire.errors import StartupError
 
 ROWS = (1, 32, 256)
 
@@ -33,6 +34,15 @@ def test_steps_from_kernels() -> None:
         # a + b / N: the products of eight ranks are as far below those of four as half the way from two to four.
         assert four["products"] - eight["products"] == pytest.approx((two["products"] - four["products"]) / 2)
         assert eight["factor"] == two["factor"]
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}"])
+def test_a_document_without_results_is_refused(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "llama.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(StartupError, match=r"llama\.json has no results of a measurement"):
+        llama_70b((8,), ("fixed:64:32@4",), (), str(path))
 
 
 def test_measured_throughput_is_judged_beside_the_simulation(tmp_path: Path) -> None:

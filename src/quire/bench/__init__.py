@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from quire.bench import arrivals, runs, traces
 from quire.bench.arguments import add_numbers
-from quire.bench.document import document, grouped_table, write
+from quire.bench.document import check_writable, document, grouped_table, write
 from quire.bench.drive import Load
 from quire.bench.fleet import EACH
 from quire.bench.workloads import EXPECTED
@@ -70,6 +70,8 @@ def main(args: list[str]) -> int:
         print(_listing(groups))
         return 0
     entry = entries[given.entry]
+    if given.out:
+        check_writable(Path(given.out))
     results = entry.run(given)
     print(entry.show(results))
     if given.out:

@@ -7,6 +7,7 @@ latency and serve.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,13 @@ def document(
         "name": name, "command": f"{program} {shlex.join(args)}", "machine": machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "real": real, "results": results,
     }  # fmt: skip
+
+
+def check_writable(path: Path) -> None:
+    """Raise StartupError if `write` would fail, before what is written is measured. Nothing is made."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise StartupError(f"{path} can't be written", "Give another --out")
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ from quire.kernels.triton.linear import MIN_SHARED_MEMORY
 from quire.kernels.triton.tiles import ENTRIES, MORE, Tile, measured_card
 
 PROCESSES = 16
+MAX_SECONDS = 86_400
 COMPILE_SHARE = 0.6
 """The most of the time in all that compiling may take."""
 STEPS = 2
@@ -58,8 +59,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tune the entries of --family within --seconds. Return the whole table."""
     device = torch.device("cuda")
     keys = entries(args.family)
-    if args.seconds < 1:
-        raise StartupError(f"--seconds is {args.seconds}", "Give at least 1")
+    if not 1 <= args.seconds <= MAX_SECONDS:
+        raise StartupError(f"--seconds is {args.seconds}", f"Give 1 to {MAX_SECONDS}")
     torch.manual_seed(0)
     tiles = measured_card(device).tiles
     from quire.kernels.triton.compile_locks import compile_once

@@ -28,12 +28,17 @@ class ConfigReader:
 
     def with_aliases(self, **aliases: str) -> ConfigReader:
         """Return a reader of the same config, in which the keys `aliases`, other names of keys in transformers, are
-        these keys. Raise StartupError if two names of a key have different values."""
+        these keys. Raise StartupError if two names of a key have different values; a null is none."""
         config = dict(self.config)
         for alias, name in aliases.items():
-            if config.get(alias) is not None and config.setdefault(name, config[alias]) != config[alias]:
+            value = config.get(alias)
+            if value is None:
+                continue
+            if config.get(name) is None:
+                config[name] = value
+            if config[name] != value:
                 raise StartupError(
-                    f"{self.source} has {alias} {short_repr(config[alias])} and {name} {short_repr(config[name])}",
+                    f"{self.source} has {alias} {short_repr(value)} and {name} {short_repr(config[name])}",
                     "They are names of one value: give one of them",
                 )
         return ConfigReader(config, self.source)

@@ -89,6 +89,8 @@ def start_kernel_compiler(config: EngineConfig, shares: int = 1) -> None:
     warmed up on a GPU, unless there are too few cores to gain by it. It does not import torch here."""
     if not config.warm_up or config.device == "cpu" or not any(map(os.path.exists, GPU_DEVICE_FILES)):
         return
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):  # none of the GPUs
+        return
     processes = min(MAX_COMPILED_AT_ONCE, len(os.sched_getaffinity(0)) // shares)
     if processes >= MIN_COMPILED_AT_ONCE and find_spec("triton"):
         os.environ.update(triton_cache_environment())

@@ -4,6 +4,7 @@ table is refused."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,10 @@ def test_malformed_tables_are_refused(tmp_path: Path) -> None:
         change(document["results"])
         path.write_text(json.dumps(document))
         with pytest.raises(StartupError, match=message):
+            read_card(path)
+    for bandwidth in (0, -1, math.nan, math.inf):
+        path.write_text(content.replace("4800000000000.0", json.dumps(bandwidth)))
+        with pytest.raises(StartupError, match="bytes_per_s is"):
             read_card(path)
     for text in ("", "[]", "{}", '{"card": {"gpu": "x", "capability": 9, "bytes_per_s": 1}}', content[:-20]):
         path.write_text(text)

@@ -15,6 +15,7 @@ import gc
 import json
 import os
 import pkgutil
+import select
 import selectors
 import signal
 import subprocess
@@ -41,8 +42,8 @@ class KernelCompiler:
     this process. Thread-safe."""
 
     def __init__(self, processes: int) -> None:
-        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": "",
-                     "OMP_NUM_THREADS": "1"}  # fmt: skip
+        folders = (folder for folder in sys.path if folder and isinstance(folder, str))  # Python skips others
+        variables = {"PYTHONPATH": os.pathsep.join(folders), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[bool]] = {}  # by the number of the request
         self.num_requests = 0
@@ -95,9 +96,14 @@ class KernelCompiler:
             self._waiting[self.num_requests] = answer
             request = [self.num_requests, launched, module, name, specialization, target]
             line = json.dumps(request).encode() + b"\n"
+            pipe = select.poll()
+            pipe.register(process.stdin, select.POLLOUT)
             try:
                 while line:
-                    line = line[process.stdin.write(line) :]
+                    if not pipe.poll(1000 * ANSWER_SECONDS):  # the process stands still
+                        process.kill()
+                        return False
+                    line = line[process.stdin.write(line[: select.PIPE_BUF]) :]
             except OSError:
                 return False
         try:
@@ -118,8 +124,8 @@ class KernelCompiler:
         with process:  # close the pipes, and wait for its end
             assert process.stdout is not None, "a pipe"
             for line in process.stdout:
-                number, compiled = map(int, line.split())
-                with self._lock:
+                with suppress(ValueError, KeyError), self._lock:  # what a sitecustomize prints is no answer
+                    number, compiled = map(int, line.split())
                     self._waiting.pop(number).set_result(bool(compiled))
             with self._lock:
                 self._process = None
@@ -207,7 +213,7 @@ def fix_cache_key(function: Any) -> None:
         called = function.__globals__.get(name)
         if isinstance(called, JITCallable) and called is not function:
             fix_cache_key(called)
-    assert function.cache_key, "the property computes it"
+    _ = function.cache_key  # the property computes it
 
 
 def _compile(module: str, name: str, specialization: str, target: list[Any]) -> None:

@@ -120,6 +120,8 @@ def read_card(path: Path) -> Card:
             _check(entry, most, tile)
         if {entry: tuple(several) for entry, several in tiles.items()} != ENTRIES:
             raise ValueError("entries are missing, unknown or not in order")
+        if not 0 < float(bandwidth) < math.inf:
+            raise ValueError(f"bytes_per_s is {bandwidth}: it is above 0")
         return Card(str(gpu), (int(major), int(minor)), float(bandwidth), tiles)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StartupError(
