@@ -674,7 +674,7 @@ EIGHT: dict[str, Any] = {
     "minutes": 9.0,
 }
 EIGHT_ALPACA = {**EIGHT, "workload": "alpaca", "seconds": 38.0, "drain": 3.0}
-EIGHT_AHEAD = {"shares": (0.5, 0.8, 1.0, 1.15, 1.3), "real": ()}
+EIGHT_PREDICTED = {"shares": (0.5, 0.8, 1.0, 1.15, 1.3), "real": ()}
 EIGHT_NAMES = {"sharegpt": "(c) ShareGPT", "alpaca": "(f) Alpaca"}
 EIGHT_NOTE = """KV has the slots of the paper's Table 1, unless `--set` changed them. Runs are measured from the 12th
 second on. The simulation's device is an H200 as calibrated with OPT-13B. Ranks add up as measured on two H200s; sums of
@@ -682,6 +682,7 @@ more of them take what `Links` says (sim/cost_model.py), which wasn't measured."
 
 
 def _knees(workload: str, system: str) -> Whole:
+    """Compare the highest rates of vLLM and `system` that keep LIMIT, on eight GPUs."""
     of = {"workload": workload, "system": VLLM}
     return Whole("P-F12", f"{EIGHT_NAMES[workload]}: vLLM / {system}, at {LIMIT:g} s a token",
                  over("knee", of, {**of, "system": system}), "ratio")
@@ -689,8 +690,8 @@ def _knees(workload: str, system: str) -> Whole:
 
 FIGURE_12_TP8 = Entry(
     "PagedAttention Figure 12c, f: OPT-175B on eight H200s, before it ran",
-    "side_by_side:panel", {**EIGHT, **EIGHT_AHEAD, "knees": SEARCHED},
-    also=[Run("side_by_side:panel", {**EIGHT_ALPACA, **EIGHT_AHEAD, "knees": SEARCHED / 2})],
+    "side_by_side:panel", {**EIGHT, **EIGHT_PREDICTED, "knees": SEARCHED},
+    also=[Run("side_by_side:panel", {**EIGHT_ALPACA, **EIGHT_PREDICTED, "knees": SEARCHED / 2})],
     claims=[_knees(workload, system) for workload in EIGHT_NAMES for system in ORCAS],
     tables=[
         Rows(["workload", "model", "tp", ("KV tokens", "kv_tokens"), "system",
@@ -709,7 +710,7 @@ FIGURE_12_TP8 = Entry(
 
 
 def _on_eight(letter: str, params: Mapping[str, Any], full: float) -> Entry:
-    """Return the entry of a panel on eight GPUs. `full` are the seconds of a run with --full."""
+    """Return the entry of a panel of Figure 12 on eight GPUs. `full`: the seconds of each run with --full."""
     return Entry(
         f"PagedAttention Figure 12{letter}: OPT-175B, {EIGHT_NAMES[params['workload']][4:]}, on eight GPUs",
         "side_by_side:panel", params, full={"seconds": full, "minutes": 60.0},

@@ -342,8 +342,8 @@ def multiply_experts(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, out: Tensor, routing: Routing, tile: Tile,
     kind: str | None, group: int, pdl: bool,
 ) -> None:  # fmt: skip
-    """Launch `_experts`: store the products of all pairs to `out` [pairs, size]. x is [T, depth] with a `kind`, else
-    [pairs, depth]. `group`: numbers of a row that share a scale."""
+    """Launch `_experts`: store the products of all pairs to `out` [pairs, size]. x is [T, depth] with an activation
+    `kind`, else [pairs, depth]. `group`: the numbers of a row that share a scale."""
     (pairs, size), experts, top = out.shape, len(weight), routing.expert_ids.shape[1]
     tiles = min(pairs, pairs // tile.rows + experts)
     _experts[(tiles * cdiv(size, tile.columns),)](
