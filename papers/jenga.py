@@ -1046,12 +1046,10 @@ ENTRIES["jenga-table1"] = Entry(
 # because layers keep different kinds of memory.
 TAKEN = {
     "large pages, and pages in them": [
-        "memory/jenga/two_level_pool.py", "memory/jenga/page_sizes.py",
-        "memory/page_layout.py",
+        "memory/jenga/two_level_pool.py", "memory/jenga/page_sizes.py", "memory/page_layout.py",
     ],
     "layer types and what they keep": [
-        "memory/policies.py", "memory/requirements.py", "memory/jenga/retention.py", "memory/jenga/shared_pool.py",
-        "memory/prefix_waiters.py",
+        "memory/policies.py", "memory/requirements.py", "memory/jenga/retention.py", "memory/prefix_waiters.py",
     ],
     "pictures": ["memory/encoder_cache.py", "core/encoder_budget.py"],
     "several models in one pool": ["memory/jenga/shared_pool.py", "pool.py"],

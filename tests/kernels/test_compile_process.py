@@ -62,21 +62,22 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
 def test_how_many_are_compiled_at_once(made: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks in (1, 4, 13, 14):
         loader.start_kernel_compiler(EngineConfig(), ranks)
-    assert [one.processes for one in made] == [16, 10, 3], "with fewer cores none is started"
-    assert loader.start_kernel_compiler(EngineConfig(device="cpu")) is None
-    assert loader.start_kernel_compiler(EngineConfig(warm_up=False)) is None
+        compile_process.stop_compiler()
+    loader.start_kernel_compiler(EngineConfig(device="cpu"))
+    loader.start_kernel_compiler(EngineConfig(warm_up=False))
     monkeypatch.setattr(loader, "GPU_DEVICE_FILES", ())
-    assert loader.start_kernel_compiler(EngineConfig()) is None
+    loader.start_kernel_compiler(EngineConfig())
+    assert [one.processes for one in made] == [16, 10, 3], "with fewer cores none is started"
 
 
 @pytest.mark.parametrize("error", [None, StartupError("no")])
 def test_it_ends_with_the_start(
     made: list[StandIn], monkeypatch: pytest.MonkeyPatch, error: StartupError | None
 ) -> None:
-    given: list[StandIn | None] = []
+    running: list[Any] = []
 
-    def build_engine(*_: Any, kernel_compiler: StandIn | None, **__: Any) -> tuple[None, None, tuple[str, ...]]:
-        given.append(kernel_compiler)
+    def build_engine(*_: Any) -> tuple[None, None, tuple[str, ...]]:
+        running.append(compile_process.running_compiler())
         if error is not None:
             raise error
         return None, None, ()
@@ -84,5 +85,5 @@ def test_it_ends_with_the_start(
     monkeypatch.setattr(build, "build_engine", build_engine)
     with pytest.raises(StartupError) if error is not None else nullcontext():
         build.build(EngineConfig(skip_tokenizer_init=True))
-    assert given == made
+    assert running == made
     assert [one.closed for one in made] == [True]

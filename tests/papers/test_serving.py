@@ -275,7 +275,7 @@ def test_simulated_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     """--all --simulated: each figure once, nothing that is timed or needs a GPU."""
     ran: list[str] = []
 
-    def record(name: str, *_: object, pictures: bool) -> Reproduction:
+    def record(name: str, *_: object) -> Reproduction:
         ran.append(name)
         return Reproduction([], "", Figure, [])
 

@@ -30,6 +30,7 @@ from quire.files import MAX_BYTES_BY_FILE, read_json_object
 from quire.ipc.garbage_collection import gc_paused
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
+from quire.kernels.triton.compile_process import stop_compiler
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.memory.virtual.virtual_memory import virtual_capacity_tokens
@@ -71,7 +72,6 @@ from quire.startup.speculation import check_speculation
 
 if TYPE_CHECKING:
     from quire.distributed.remote_runner import RemoteRunner
-    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.text.chat_template import ChatTemplate
     from quire.text.images.loader import ImageLoader
     from quire.text.tokenizer import Tokenizer
@@ -160,11 +160,12 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         raise StartupError("--kv-events-config is given, and only an engine with a process of its own publishes events",
                            "Use quire serve, or AsyncLLM with engine_process=True")  # fmt: skip
     renderer = None if config.skip_tokenizer_init else TemplateProcess()  # its process starts while torch is imported
-    ranks = kernel_compiler = None
+    ranks = None
     try:
         checkpoint = read_checkpoint(config)
         ranks = start_ranks(config, checkpoint)
-        kernel_compiler = None if config.has_rank_processes else start_kernel_compiler(config)
+        if not config.has_rank_processes:
+            start_kernel_compiler(config)
         if "torch" not in sys.modules:  # else another GPU may have been chosen
             open_gpu(config)
         preallocate_weights(config, checkpoint)
@@ -173,9 +174,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         tokenizer, chat_template = read_tokenizer_and_template(config, checkpoint, renderer)
         eos_ids = tokenizer.eos_ids if tokenizer is not None else ()
         image_loader = read_image_loader(config, checkpoint, tokenizer)
-        engine, plan, notices = build_engine(
-            config, checkpoint, eos_ids, progress, pool_member, ranks, kernel_compiler=kernel_compiler
-        )
+        engine, plan, notices = build_engine(config, checkpoint, eos_ids, progress, pool_member, ranks)
         return BuiltEngine(
             engine,
             checkpoint.spec,
@@ -195,8 +194,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         raise
     finally:
         weight_arena().finish_block()  # after a failed start, too
-        if kernel_compiler is not None:
-            kernel_compiler.close()
+        stop_compiler()
 
 
 def start_ranks(config: EngineConfig, checkpoint: Checkpoint) -> RemoteRunner | None:
@@ -220,22 +218,18 @@ def build_engine(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer_eos_ids: tuple[int, ...], progress: bool = False,
     pool_member: PoolMember | None = None,
     remote_runner: RemoteRunner | None = None, shared_host: SharedHostMemory | None = None,
-    kernel_compiler: KernelCompiler | None = None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:  # fmt: skip
     """Return the engine of `checkpoint`, its memory plan, and notices for the start. The tokenizer has the end tokens
     `tokenizer_eos_ids`. The memory is that of `pool_member`, if any. With ranks in processes of their own the model is
     loaded only there; `remote_runner` are ranks that were started already, which end if this fails. `shared_host` is
-    where host pages are that other engines read, too; then the model is in this process, like that whose kernels
-    `kernel_compiler` compiles."""
+    where host pages are that other engines read, too; then the model is in this process."""
     checkpoint = check_speculation(config, checkpoint)
     remote_runner = remote_runner or start_ranks(config, checkpoint)
     if not config.has_rank_processes:
         if config.on_rank_failure == "restart":
             cause = "--on-rank-failure is restart, and the model is where the engine is"
             raise StartupError(cause, "Use --tp, or --executor process")
-        return _assemble(
-            config, checkpoint, tokenizer_eos_ids, progress, pool_member, None, shared_host, kernel_compiler
-        )
+        return _assemble(config, checkpoint, tokenizer_eos_ids, progress, pool_member, None, shared_host)
     assert pool_member is None, "models of a pool are in its process"
     from quire.distributed.rank_devices import check_gpus
     from quire.distributed.rank_startup import start_remote_runner
@@ -262,7 +256,6 @@ def _assemble(
     pool_member: PoolMember | None,
     remote_runner: RemoteRunner | None,
     shared_host: SharedHostMemory | None = None,
-    kernel_compiler: KernelCompiler | None = None,
 ) -> tuple[Engine, MemoryPlan, tuple[str, ...]]:
     """Return the same as `build_engine`, over `remote_runner`, to whose ranks `checkpoint`'s spec belongs, or over a
     model in this process."""
@@ -284,9 +277,8 @@ def _assemble(
     eos_ids = collect_eos_ids(checkpoint, tokenizer_eos_ids)
     with _report_out_of_memory(device):
         runner = _make_runner(
-            config, checkpoint, dtype, device, eos_ids, plan.max_len, progress, pool_member, remote_runner, shared_host,
-            kernel_compiler,
-        )  # fmt: skip
+            config, checkpoint, dtype, device, eos_ids, plan.max_len, progress, pool_member, remote_runner, shared_host
+        )
     if config.log_plans:
         runner = with_plan_log(runner, Path(config.log_plans), checkpoint.spec.vocab_size)
     size = MemorySize(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
@@ -421,7 +413,6 @@ def _make_runner(
     pool_member: PoolMember | None,
     remote_runner: RemoteRunner | None,
     shared_host: SharedHostMemory | None,
-    kernel_compiler: KernelCompiler | None,
 ) -> Any:
     """Return the runner of a model in this process, or `remote_runner` after its ranks have built theirs."""
     import torch
@@ -432,9 +423,8 @@ def _make_runner(
             os.environ.update(triton_cache_environment())
         get_shared_buffer = pool_member.get_buffer if pool_member else None
         return build_runner(
-            config, checkpoint, kind, where, eos_ids, max_len, progress, get_shared_buffer, shared_host=shared_host,
-            kernel_compiler=kernel_compiler,
-        )  # fmt: skip
+            config, checkpoint, kind, where, eos_ids, max_len, progress, get_shared_buffer, shared_host=shared_host
+        )
     from quire.distributed import rank_startup
 
     attention = choose_attention(config, checkpoint.pool_spec, where, kind)

@@ -26,21 +26,20 @@ if TYPE_CHECKING:
 
 def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGrammars]:
     """Build the engine of a model. Return it, what clients must know of it, and its grammar compiler."""
+    from quire.kernels.triton.compile_process import stop_compiler
     from quire.startup.build import build_engine
     from quire.startup.checkpoint import read_checkpoint
     from quire.startup.loader import start_kernel_compiler
     from quire.startup.prealloc import open_gpu, preallocate_weights
 
     config = hello.config
-    kernel_compiler = None if config.has_rank_processes else start_kernel_compiler(config)
+    if not config.has_rank_processes:
+        start_kernel_compiler(config)
     open_gpu(config)
     source = read_checkpoint(config)
     preallocate_weights(config, source)
-    engine, plan, notices = build_engine(
-        config, source, hello.named, hello.progress, shared_host=hello.shared_host, kernel_compiler=kernel_compiler
-    )
-    if kernel_compiler is not None:
-        kernel_compiler.close()
+    engine, plan, notices = build_engine(config, source, hello.named, hello.progress, shared_host=hello.shared_host)
+    stop_compiler()
     return engine, engine_ready(engine, plan.to_lines(), notices), LazyGrammars(config, source, engine)
 
 

@@ -18,6 +18,7 @@ from quire.errors import StartupError
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
 from quire.kernels.limits import MAX_GQA_GROUPS
+from quire.kernels.triton.compile_process import start_compiler
 from quire.models import uses_transformers
 from quire.models.quantization import FP8Scheme, LowBitScheme, resolve_scheme
 from quire.protocol.model_spec import ModelSpec
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from quire.distributed.rank_devices import RankDevice
     from quire.distributed.rank_messages import InitMessage
-    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.layers.exchange import Exchange, StageNeighbours
     from quire.models import Model
     from quire.models.transformers_model import TransformersModel
@@ -55,7 +55,8 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
     from quire.weights.mapped_files import trim_memory
 
     config, part = init_message.config, init_message.part
-    kernel_compiler = None if rank_device is None else start_kernel_compiler(config, config.world_size)
+    if rank_device is not None:
+        start_kernel_compiler(config, config.world_size)
     fds = init_message.meeting.fds(part)
     if rank_device is None:
         kernels.use_threads(config.threads)
@@ -76,25 +77,22 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
         pipes = DeviceStagePipes(part, fds, init_message.seconds, device, room, rank_device.links)
     runner = build_runner(
         config, source, dtype, device, init_message.eos_ids, init_message.max_len, init_message.progress,
-        shard=part, exchange=exchange, pipes=pipes, kernel_compiler=kernel_compiler,
+        shard=part, exchange=exchange, pipes=pipes,
         notices=(kernels.describe(),) if rank_device is None else rank_device.notices,
     )  # fmt: skip
     trim_memory()
     return runner
 
 
-def start_kernel_compiler(config: EngineConfig, shares: int = 1) -> KernelCompiler | None:
+def start_kernel_compiler(config: EngineConfig, shares: int = 1) -> None:
     """Start the process that compiles kernels, on one of `shares` equal shares of the cores, if the model will be
-    warmed up on a GPU. Return None if there are too few cores to gain by it. It does not import torch here."""
+    warmed up on a GPU, unless there are too few cores to gain by it. It does not import torch here."""
     if not config.warm_up or config.device == "cpu" or not any(map(os.path.exists, GPU_DEVICE_FILES)):
-        return None
+        return
     processes = min(MAX_COMPILED_AT_ONCE, len(os.sched_getaffinity(0)) // shares)
-    if processes < MIN_COMPILED_AT_ONCE or not find_spec("triton"):
-        return None
-    from quire.kernels.triton.compile_process import KernelCompiler
-
-    os.environ.update(triton_cache_environment())
-    return KernelCompiler(processes)
+    if processes >= MIN_COMPILED_AT_ONCE and find_spec("triton"):
+        os.environ.update(triton_cache_environment())
+        start_compiler(processes)
 
 
 def build_runner(
@@ -111,11 +109,10 @@ def build_runner(
     pipes: StageNeighbours | None = None,
     notices: tuple[str, ...] = (),
     shared_host: SharedHostMemory | None = None,
-    kernel_compiler: KernelCompiler | None = None,
 ) -> Any:
     """Return the runner of the part of the model that `checkpoint`'s spec describes; `exchange` connects it to the
     other ranks of its stage, if any, and `pipes` to the neighbouring stages. Its host pages are in `shared_host`, if
-    any. `kernel_compiler` compiles its kernels, if given."""
+    any."""
     import torch
 
     from quire.layers.prepare import connect_ranks
@@ -177,8 +174,7 @@ def build_runner(
         map_in_background=config.experiment.map_ahead == "thread",
         shared_buffer=get_shared_buffer() if get_shared_buffer is not None else None,
         state_dtype=torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32,
-        make_model=make_model, notices=notices, shared_host=shared_host, kernel_compiler=kernel_compiler,
-        **speculation,
+        make_model=make_model, notices=notices, shared_host=shared_host, **speculation,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from quire.kernels.forward_batch import ForwardBatch, StateRows, to_device
 from quire.kernels.limits import MAX_GRAPH_ROWS, max_hidden_rows
 from quire.kernels.reference import ReferenceBackend
 from quire.kernels.sdpa import SdpaBackend
+from quire.kernels.triton.compile_process import running_compiler, stop_compiler
 from quire.layers.exchange import Exchange
 from quire.layers.sharding import shard_vocab
 from quire.models.decoder import attention_sinks
@@ -71,7 +72,6 @@ from quire.worker.vocab_parallel_sampler import VocabParallelSampler, VocabParal
 from quire.worker.warmup import TOKEN_COUNTS, warm_up
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.models import Model
     from quire.models.transformers_model import TransformersModel
     from quire.worker.cuda_graphs import DecodeGraphs, GraphCapturer
@@ -134,21 +134,20 @@ class ModelRunner:
         make_draft_model: Callable[[], Model | TransformersModel] | None = None,
         max_step_tokens: int = 0,
         shared_host: SharedHostMemory | None = None,
-        kernel_compiler: KernelCompiler | None = None,
     ) -> None:
         """`map_in_background`: with virtual memory, a thread maps pages ahead of need. `shared_buffer`, `state_dtype`,
         `shared_host`: see Store. `make_model` loads the model again after a sleep of level 2, and `make_draft_model`
         the draft model. `notices` are reported at start. `max_drafts`: the most draft tokens of a slice. `draft_model`
         of `draft_spec` proposes them; its vocabulary is that of the model, and the memory is that of
         `spec.with_draft(draft_spec)`. If it is a SpeculationHead, steps have at most `max_step_tokens` tokens, whose
-        hidden states are kept. `kernel_compiler` compiles the kernels of the first warm-up, which closes it."""
+        hidden states are kept."""
         self.model: Any = model  # None in a sleep of level 2
         self.make_model, self.notices = make_model, notices
         self.spec, self.dtype, self.device, self.eos_ids = spec, dtype, device, eos_ids
         self.attention, self.backend = attention, _make_backend(attention, deterministic, max_drafts)
         self.use_graphs, self.deterministic, self.debug = use_graphs, deterministic, debug
         self.map_in_background, self.shared_buffer, self.state_dtype = map_in_background, shared_buffer, state_dtype
-        self.shared_host, self.kernel_compiler = shared_host, kernel_compiler
+        self.shared_host = shared_host
         self.exchange: Exchange | None = getattr(model, "exchange", None)  # with other ranks
         self.depth = 1 if device.type == "cpu" else 2
         self.max_drafts, self.synthetic_acceptance = max_drafts, synthetic_acceptance
@@ -360,7 +359,7 @@ class ModelRunner:
             return
         from quire.kernels.triton.compile_locks import compile_once
 
-        with compile_once(self.kernel_compiler):
+        with compile_once(running_compiler()):
             warm_up(self, tokens, max_len)
             if self.draft_runner is not None:
                 warm_up(self.draft_runner, tokens, max_len)
@@ -372,9 +371,7 @@ class ModelRunner:
                 proposing = (SeqSlice(0, (), 1, count),) if self.drafter is not None else ()
                 self.run_without_mixed_graphs(StepPlan((), (), (padding,), draft_slices=proposing))
                 self.store.clear_scratch()
-        if self.kernel_compiler is not None:
-            self.kernel_compiler.close()
-            self.kernel_compiler = None
+        stop_compiler()
 
     def run_without_mixed_graphs(self, plan: StepPlan) -> None:
         """Run a step to its end, with prompts launched kernel by kernel."""

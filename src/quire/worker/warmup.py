@@ -20,6 +20,7 @@ import torch
 
 from quire.errors import StartupError
 from quire.kernels.limits import MAX_SCORED_POSITIONS
+from quire.kernels.triton.compile_process import KernelCompiler, running_compiler
 from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.step_plan import SeqSlice, SlotInit, StepPlan
 from quire.worker.image_inputs import ImageInputs
@@ -28,7 +29,6 @@ from quire.worker.sampler import Sampler
 from quire.worker.store import Store
 
 if TYPE_CHECKING:
-    from quire.kernels.triton.compile_process import KernelCompiler
     from quire.worker.cuda_graphs import DecodeGraphs
     from quire.worker.mixed_graphs import MixedGraphs
 
@@ -55,7 +55,6 @@ class WarmupRunner(Protocol):
     sampler: Sampler
     image_inputs: ImageInputs | None
     prompt_lengths: PromptLengths | None
-    kernel_compiler: KernelCompiler | None
 
     @property
     def decode_graphs(self) -> Any:
@@ -177,7 +176,7 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
                 for tokens, decode_rows in mixed_graphs.half_sizes(MAX_PARALLEL_ROWS)[0]
             ]
         yield from (step for size, step in steps if size & (size - 1) == 0)
-        if (compiler := runner.kernel_compiler) is not None:  # few other sizes have kernels that no power of two has
+        if (compiler := running_compiler()) is not None:  # few other sizes have kernels that no power of two has
             yield from (partial(_run_if_compiling, compiler, step) for size, step in steps if size & (size - 1))
 
 

@@ -144,6 +144,28 @@ def hash_triton() -> threading.Thread:
     return thread
 
 
+_compiler: KernelCompiler | None = None  # of this process
+
+
+def start_compiler(processes: int) -> None:
+    """Start this process's KernelCompiler, unless it runs."""
+    global _compiler
+    _compiler = _compiler or KernelCompiler(processes)
+
+
+def running_compiler() -> KernelCompiler | None:
+    """Return this process's KernelCompiler, if it runs."""
+    return _compiler
+
+
+def stop_compiler() -> None:
+    """End this process's KernelCompiler, if it runs."""
+    global _compiler
+    if _compiler is not None:
+        _compiler.close()
+        _compiler = None
+
+
 def _is_on_disk(source: Any, backend: Any, options: Any) -> bool:
     """Return True if Triton's cache on disk has this kernel."""
     from triton.compiler import compiler
