@@ -85,7 +85,7 @@ def main(args: list[str]) -> int:
     out = Path(given.out) if given.out else None
     if out is not None and names:
         refuse_changed_tree(out)
-    changes = {name: ENTRIES[name].changed(given.set) for name in names}
+    changes = {name: ENTRIES[name].parse_changes(given.set) for name in names}
     done = {name: reproduce(name, args, out, given.full, pictures, changes[name]) for name in names}
     if len(done) > 1:
         print(_verdicts(done))

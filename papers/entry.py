@@ -267,7 +267,7 @@ class Run(NamedTuple):
     full: Mapping[str, Any] = MappingProxyType({})
 
     def points(self, full: bool, changes: Point = ALL) -> Points:
-        """Import and call the runner, with the `changes` of its own parameters."""
+        """Import and call the runner, with those of the `changes` that are parameters of it."""
         module, _, name = self.runner.partition(":")
         function: Callable[..., Points] = getattr(import_module(f"papers.{module}"), name)
         changed = {name: value for name, value in changes.items() if name in self.params}
@@ -317,10 +317,12 @@ class Entry(NamedTuple):
             need_gpu(f"quire reproduce: {self.about}")
         return self.judge([point for run in self.runs for point in run.points(full, changes)])
 
-    def changed(self, texts: Sequence[str]) -> dict[str, Any]:
-        """Return the changes of parameters that `texts` describe, NAME=VALUE with a value in JSON, or text. Raise
-        StartupError for a name that isn't one of a number, a text or a list, or for a value of another type."""
-        plain = {
+    def parse_changes(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Return the changes of parameters that `texts` give as NAME=VALUE, with the value in JSON or as plain text.
+
+        A parameter can be changed if it is a number, a text or a list of these. Raise StartupError for another name,
+        and for a value of another type than the parameter's."""
+        changeable = {
             name: value
             for run in self.runs
             for name, value in run.params.items()
@@ -330,15 +332,15 @@ class Entry(NamedTuple):
         changes: dict[str, Any] = {}
         for text in texts:
             name, _, written = text.partition("=")
-            if name not in plain:
+            if name not in changeable:
                 raise StartupError(
-                    f"--set {text[:60]} names no parameter of it", f"Known: {', '.join(plain) or 'none'}"
+                    f"--set {text[:60]} names no parameter of it", f"Known: {', '.join(changeable) or 'none'}"
                 )
             try:
                 value = json.loads(written)
             except ValueError:
                 value = written
-            before = plain[name]
+            before = changeable[name]
             value = tuple(value) if isinstance(value, list) else value
             if isinstance(before, float) and type(value) is int:
                 value = float(value)

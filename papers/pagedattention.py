@@ -44,7 +44,7 @@ from papers.entry import (
 )
 from papers.equality import Sweep
 from papers.plots import Panels, bars, lines, row, tall
-from papers.rank_prediction import WITHIN
+from papers.rank_prediction import MAX_ERROR
 from papers.serving import HOUR, KINDS, LIMIT, SEARCHED, SECONDS, SEED, SHOWN, SYSTEMS, TOLERANCE, Case, Load
 from papers.side_by_side import Place, every_system
 from papers.unlike_serving import H100
@@ -666,15 +666,15 @@ FIGURE_12B_GPU, FIGURE_12E_GPU = (
     _beyond_on_a_gpu("P-F12", f"{about} on two GPUs", Place(OPT_66B, Load("a100-66b", workload)), simulated=False)
     for about, workload in (("Figure 12b: OPT-66B, ShareGPT,", "sharegpt"), ("Figure 12e: OPT-66B, Alpaca,", "alpaca"))
 )
-# OPT-175B on eight H200s, with the slots of Table 1: every system in turn on one engine. What matters most comes first,
-# since such a machine is lent for ten minutes.
+# OPT-175B on eight H200s, with the KV slots of Table 1: every system in turn over one runner. The rate beyond capacity
+# comes first, since runs for which no time is left are left out.
 EIGHT: dict[str, Any] = {
     "model": "opt-175b", "workload": "sharegpt", "tp": 8, "kv_tokens": 60_112, "device": "cuda", "dtype": "float16",
     "calibration": "h200-opt-13b", "shares": (), "real": (1.3, 0.8), "ramp": 12.0, "seconds": 50.0, "drain": 5.0,
     "minutes": 9.0,
 }
 EIGHT_ALPACA = {**EIGHT, "workload": "alpaca", "seconds": 38.0, "drain": 3.0}
-EIGHT_AHEAD = {"shares": (0.5, 0.8, 1.0, 1.15, 1.3), "real": ()}
+EIGHT_PREDICTED = {"shares": (0.5, 0.8, 1.0, 1.15, 1.3), "real": ()}
 EIGHT_NAMES = {"sharegpt": "(c) ShareGPT", "alpaca": "(f) Alpaca"}
 EIGHT_NOTE = """KV has the slots of the paper's Table 1, unless `--set` changed them. Runs are measured from the 12th
 second on. The simulation's device is an H200 as calibrated with OPT-13B. Ranks add up as measured on two H200s; sums of
@@ -682,6 +682,7 @@ more of them take what `Links` says (sim/cost_model.py), which wasn't measured."
 
 
 def _knees(workload: str, system: str) -> Whole:
+    """Compare the highest rates of vLLM and `system` that keep LIMIT, on eight GPUs."""
     of = {"workload": workload, "system": VLLM}
     return Whole("P-F12", f"{EIGHT_NAMES[workload]}: vLLM / {system}, at {LIMIT:g} s a token",
                  over("knee", of, {**of, "system": system}), "ratio")
@@ -689,8 +690,8 @@ def _knees(workload: str, system: str) -> Whole:
 
 FIGURE_12_TP8 = Entry(
     "PagedAttention Figure 12c, f: OPT-175B on eight H200s, before it ran",
-    "side_by_side:panel", {**EIGHT, **EIGHT_AHEAD, "knees": SEARCHED},
-    also=[Run("side_by_side:panel", {**EIGHT_ALPACA, **EIGHT_AHEAD, "knees": SEARCHED / 2})],
+    "side_by_side:panel", {**EIGHT, **EIGHT_PREDICTED, "knees": SEARCHED},
+    also=[Run("side_by_side:panel", {**EIGHT_ALPACA, **EIGHT_PREDICTED, "knees": SEARCHED / 2})],
     claims=[_knees(workload, system) for workload in EIGHT_NAMES for system in ORCAS],
     tables=[
         Rows(["workload", "model", "tp", ("KV tokens", "kv_tokens"), "system",
@@ -709,7 +710,7 @@ FIGURE_12_TP8 = Entry(
 
 
 def _on_eight(letter: str, params: Mapping[str, Any], full: float) -> Entry:
-    """Return the entry of a panel on eight GPUs. `full` are the seconds of a run with --full."""
+    """Return the entry of a panel of Figure 12 on eight GPUs. `full`: the seconds of each run with --full."""
     return Entry(
         f"PagedAttention Figure 12{letter}: OPT-175B, {EIGHT_NAMES[params['workload']][4:]}, on eight GPUs",
         "side_by_side:panel", params, full={"seconds": full, "minutes": 60.0},
@@ -1315,7 +1316,7 @@ LLAMA_70B = Entry(
     "rank_prediction:llama_70b", {"ranks": (2, 4, 8), "workloads": TP_WORKLOADS, "rows": (1, 32, 256), "measured": ""},
     claims=[
         Each("P-M27", "{tp} ranks, {what}: simulated, off by (limit: 0.15)", "off", "share",
-             rule=between(-WITHIN, WITHIN), where=OF_REAL, digits=3),
+             rule=between(-MAX_ERROR, MAX_ERROR), where=OF_REAL, digits=3),
     ],
     tables=[Pivot(("what", "unit", "by"), "tp", "value", ".4g", " ranks")],
     note="""Prefix caches off, all requests at once; a request's time includes its prompt. Four and eight ranks weren't

@@ -1,11 +1,15 @@
 """Predict Llama-3-70B on more H200s than were measured, in two ways.
 
-`simulated`: the engine over `h200-llama3-8b`, with what `Links` adds for the ranks (quire.sim.cost_model).
+`simulated`: the engine runs in virtual time with the calibration `h200-llama3-8b`. `Links` adds the time of sums over
+ranks (quire.sim.cost_model).
 
-`from kernels`: a decode step is the matrix products of a rank, its attention and the sums over ranks (PARTS). Attention
-was measured on one GPU for a rank of each layout, products for one of two and of four; those of one of N are a + b / N
-through both. Sums of two ranks were measured, and grow with N as `Links` says. A step of two ranks took longer than the
-sum of its parts, and those of more ranks are taken to be longer by the same factor.
+`from kernels`: a decode step is the matrix products of one rank, its attention, and the sums over ranks.
+
+- Attention was measured on one GPU, in the shape of one of two, four and eight ranks.
+- Products were measured so for one of two and one of four. For one of N they are a + b / N, fitted to these two.
+- Sums over two ranks were measured. Sums over more take longer by what `Links` adds.
+- A measured step of two ranks took longer than its three parts. Steps of more ranks are predicted to be longer than
+  their parts by the same factor.
 """
 
 from __future__ import annotations
@@ -24,31 +28,31 @@ from quire.sim.cost_model import Links
 from quire.sim.simulation import TraceRequest
 
 MODEL, CALIBRATION = "llama3-70b", "h200-llama3-8b"
-LAYERS, ROW_BYTES, SUMS = 80, 16_384, 161  # sums of a step, each of rows of that many bytes
+LAYERS, SUMS, ROW_BYTES = 80, 161, 16_384  # of the model; sums over ranks of a step; bytes of a row that is summed
 MATRICES = ("qkv", "o", "gate_up", "down")
-CONTEXT = 1024  # tokens of the sequences of a step from kernels
+CONTEXT = 1024  # tokens of each sequence of a step from kernels
 FOLDER = Path(__file__).parents[1] / "docs" / "measurements"
-WITHIN = 0.15  # of the simulation's error that is expected
+MAX_ERROR = 0.15  # of the simulation, relative to what was measured, by which the claim is met
 
 Points = list[dict[str, Any]]
 
 
 def llama_70b(ranks: Sequence[int], workloads: Sequence[str], rows: Sequence[int], measured: str) -> Points:
-    """Return for each number of ranks: simulated workloads with all requests at once, sums over ranks, and decode steps
-    from kernels; then what was measured with as many ranks: on two H200s, and in the document `measured`, if it isn't
-    "", of `quire bench throughput`.
+    """Return the predictions for each number of `ranks`: simulated `workloads`, with all requests at once, and from
+    kernels decode steps of each number of `rows`, and sums over ranks. Return also the measured throughput of these
+    workloads: on two H200s, and in the document `measured` of `quire bench throughput`, unless it is "".
 
-    A workload's `value` is milliseconds a token of one request, output tokens a second where outputs are long, else all
-    tokens a second. Measured ones have the error of the simulation (`off`)."""
+    A workload's `value` has the unit that `unit` returns. Measured points have the simulation's relative error, `off`.
+    """
     documents = [FOLDER / "h200x2_70b.json", *([Path(measured)] if measured else [])]
-    found = [one for path in documents for one in _throughput(path)]
+    found = [result for path in documents for result in _throughput(path)]
     points = [_simulated(tp, workload) for tp in ranks for workload in workloads]
     predicted = {(point["tp"], point["what"]): point["value"] for point in points}
     for tp, workload, value in found:
-        if ahead := predicted.get((tp, workload)):
+        if simulated := predicted.get((tp, workload)):
             points.append({
                 "by": "real", "tp": tp, "what": workload, "value": value, "unit": unit(workload),
-                "off": ahead / value - 1,
+                "off": simulated / value - 1,
             })  # fmt: skip
     steps = {(tp, count): _parts(tp, count) for tp in {2, *ranks} for count in rows}
     for tp in ranks:
@@ -67,24 +71,23 @@ def llama_70b(ranks: Sequence[int], workloads: Sequence[str], rows: Sequence[int
 
 
 def unit(workload: str) -> str:
-    """Return the unit of a workload's value."""
+    """Return the unit of a workload's value: milliseconds a token for one request, output tokens a second if outputs
+    are most of the work, else all tokens a second."""
     if workload.endswith("@1"):
         return "ms a token"
     return "output tokens/s" if workload == "fixed:128:1024@256" else "tokens/s"
 
 
-def _value(workload: str, requests: int, prompts: int, outputs: int, seconds: float) -> float:
-    """Return a workload's value from its numbers of requests and tokens, and the seconds of all of it."""
+def _value(workload: str, prompts: int, outputs: int, seconds: float) -> float:
+    """Return a workload's value from its tokens of prompts and of outputs, and its seconds."""
     if workload.endswith("@1"):
         return 1000 * seconds / outputs
-    return (outputs + (0 if unit(workload).startswith("output") else prompts)) / seconds
+    return (outputs if unit(workload).startswith("output") else prompts + outputs) / seconds
 
 
 def _simulated(tp: int, workload: str) -> dict[str, Any]:
     """Simulate a workload with all requests at once."""
-    plant = read_deployment(
-        EngineConfig(model_config=MODEL, dummy_weights=True, tp=tp, enable_prefix_caching=False), CALIBRATION
-    )
+    config = EngineConfig(model_config=MODEL, dummy_weights=True, tp=tp, enable_prefix_caching=False)
     specs = parse(workload).specs(0)
     trace = [
         TraceRequest(0.0, [7] * one.prompt_len, SamplingParams(
@@ -92,18 +95,18 @@ def _simulated(tp: int, workload: str) -> dict[str, Any]:
         ))
         for one in specs
     ]  # fmt: skip
-    seconds = plant.simulation().run(trace).totals.seconds
+    seconds = read_deployment(config, CALIBRATION).simulation().run(trace).totals.seconds
     prompts, outputs = sum(one.prompt_len for one in specs), sum(one.output_len for one in specs)
     return {
         "by": "simulated", "tp": tp, "what": workload, "unit": unit(workload),
-        "value": _value(workload, len(specs), prompts, outputs, seconds),
+        "value": _value(workload, prompts, outputs, seconds),
     }  # fmt: skip
 
 
 def _throughput(path: Path) -> list[tuple[int, str, float]]:
-    """Return the ranks, the workload and its value, of MODEL's results by `quire bench throughput` or `parallel`. Raise
-    StartupError if there are no results."""
-    found = []
+    """Return the ranks, the workload and its value of each result for MODEL in a document of `quire bench throughput`
+    or `parallel`. Raise StartupError if it has no results."""
+    measured = []
     try:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -116,9 +119,9 @@ def _throughput(path: Path) -> list[tuple[int, str, float]]:
         if "median" not in run or run["model"] != MODEL:
             continue
         median, name = run["median"], run["workload"]
-        value = _value(name, median["requests"], median["prompt_tokens"], median["output_tokens"], median["seconds"])
-        found.append((int(run["config"].get("tp", 1)), name, value))
-    return found
+        value = _value(name, median["prompt_tokens"], median["output_tokens"], median["seconds"])
+        measured.append((int(run["config"].get("tp", 1)), name, value))
+    return measured
 
 
 # From kernels
@@ -140,15 +143,15 @@ def _parts(tp: int, rows: int) -> dict[str, float]:
 
 
 def _products(us: Mapping[tuple[str, str], float], rows: int) -> float:
-    """Return the microseconds of a step's products; of many rows they were measured one by one."""
-    if together := us.get(("linear, a step", f"{LAYERS} layers and the head, {rows} rows")):
-        return together
+    """Return the microseconds of a step's products. Those of few rows were measured together, others one by one."""
+    if whole_step := us.get(("linear, a step", f"{LAYERS} layers and the head, {rows} rows")):
+        return whole_step
     return LAYERS * sum(us["cuBLAS", f"{name}, {rows} rows"] for name in MATRICES) + us["cuBLAS", f"head, {rows} rows"]
 
 
 def _sums(tp: int) -> dict[int, float]:
-    """Return the microseconds of a sum over `tp` ranks with the norm, by rows: as measured for two ranks (of 256 rows
-    interpolated), and what `Links` adds for more."""
+    """Return the microseconds of a sum over `tp` ranks with the norm after it, by rows: as measured for two ranks, plus
+    what `Links` adds for more. That of 256 rows is interpolated."""
     content = json.loads((FOLDER / "h200x2_exchange.json").read_text(encoding="utf-8"))
     of_two = {one["rows"]: one["us"] for one in content["results"] if one.get("way") == "quire"}
     of_two[256] = of_two[128] + (of_two[512] - of_two[128]) * (256 - 128) / (512 - 128)
@@ -160,7 +163,8 @@ def _sums(tp: int) -> dict[int, float]:
 
 
 def _step_of_two(rows: int) -> float:
-    """Return the milliseconds of a decode step of two ranks: profiled, or of 32 rows the median between tokens."""
+    """Return the milliseconds of a decode step of two ranks: as profiled, or for 32 rows, which were not profiled, the
+    median time between tokens of a run."""
     content = json.loads((FOLDER / "h200x2_profile_70b.json").read_text(encoding="utf-8"))
     for one in content["results"]:
         run = one.get("run", one)

@@ -73,7 +73,7 @@ class Place(NamedTuple):
     """A device and a load: an engine of `config`, and its simulation by the load's calibration.
 
     Requests are the same, in the same order, at any rate. With `config.prefix_tokens` the load's prefix is
-    registered. The calibration is of one of the ranks' devices if `per_rank`, else of all of them together."""
+    registered. With `per_rank` the calibration is of the device of one rank, else of those of all ranks together."""
 
     config: EngineConfig
     load: Load
@@ -133,6 +133,7 @@ class Plan(NamedTuple):
     span: Span
 
     def label(self) -> str:
+        """Return a name for messages about the run."""
         return f"{self.way} at {self.rate:.2f}/s"
 
     def trace(self) -> list[TraceRequest]:
@@ -334,12 +335,13 @@ def panel(
     shares: Sequence[float], real: Sequence[float], ramp: float, seconds: float, drain: float, minutes: float,
     knees: float = 0.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return simulated runs of vLLM and the three Orcas at shares of each one's capacity, and runs on this device at
-    those of `real`: of `model` with dummy weights on `tp` devices of the calibration, with `kv_tokens` tokens of KV.
+    """Return runs of vLLM's memory and the three Orcas: simulated ones at the shares `shares` and `real` of each one's
+    capacity, and ones on this device at `real`. `model` has dummy weights and `kv_tokens` tokens of KV on `tp` devices.
+    `calibration` is that of one of them.
 
-    The runs of a share come together, in the order of `real`. Those that would end more than `minutes` after this
-    process began are left out. With `knees` points have the highest rate (`knee`) that keeps LIMIT in simulated traces
-    of that many seconds."""
+    On the device the shares come in the order of `real`, with all systems for each. Runs that would end more than
+    `minutes` after this process began are left out. If `knees` isn't 0, there is also a point for each system with the
+    highest rate (`knee`) that keeps LIMIT in simulated traces of `knees` seconds."""
     config = EngineConfig(
         model_config=model, dummy_weights=True, dtype=dtype, device=device, tp=tp, kv_tokens=kv_tokens,
         enable_prefix_caching=False, preemption="recompute", swap_gib=0.0, skip_tokenizer_init=True, rank_timeout=60.0,
@@ -354,31 +356,31 @@ def panel(
     ]  # fmt: skip
     simulated = in_parallel(Plan.simulate, [(plan, kv_tokens) for plan in plans])
     measured, missing, _ = _measure([plan for plan in plans if plan.share in real], 60 * minutes)
-    found = in_parallel(
+    searched = in_parallel(
         search, [(place.load, way.config.memory, knees, capacities[name]) for name, way in ways.items() if knees]
     )
     points = _joined(plans, measured, simulated)
     points += [
         {"system": name, "by": "simulated", "capacity": capacities[name], "knee": knee, "seconds": knees}
-        for name, (knee, _) in zip(ways, found)
+        for name, (knee, _) in zip(ways, searched)
     ]
     label = {"model": model, "workload": workload, "tp": tp, "kv_tokens": kv_tokens}
     return [*({**label, **point} for point in points), *map(dict, left_out(missing))]
 
 
 def _beside(plans: Sequence[Plan], real: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Run the plans `real` on this device one after another and simulate all."""
+    """Run the plans `real` on this device one after another, simulate all plans, and return the points of both."""
     measured, missing, tokens = _measure(real)
     points = _joined(plans, measured, [plan.simulate(tokens) for plan in plans])
     return [*points, *map(dict, left_out(missing))]
 
 
 def _measure(plans: Sequence[Plan], until: float = math.inf) -> tuple[list[dict[str, Any]], dict[str, str], int]:
-    """Run the plans on this device one after another, with one engine start. Return the points, the runs that are
-    missing, with the reason, and the tokens of the KV memory.
+    """Run the plans on this device one after another, with one engine start. Return the points; the labels of missing
+    runs, with the reasons; and the number of tokens of the KV memory, 0 if no engine was started.
 
-    A run that would end later than `until` seconds after this process began is missing, and so are all after a run
-    that failed; without `until` an error is raised."""
+    A run that would end later than `until` seconds after this process began is missing, and so are a run that failed
+    and all after it. Without `until` a failure is raised."""
     measured: list[dict[str, Any]] = []
     missing: dict[str, str] = {}
     if not plans or seconds_alive() + plans[0].span.until > until:
@@ -410,8 +412,8 @@ def _measure(plans: Sequence[Plan], until: float = math.inf) -> tuple[list[dict[
 def _joined(
     plans: Sequence[Plan], measured: Sequence[dict[str, Any]], simulated: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the points of this device, then the simulated ones, one for each plan. All have the requests `served` a
-    second; those of this device have the simulation's errors as shares."""
+    """Return the points of this device, then the simulated ones, one for each plan. Add the requests `served` a second
+    to all of them, and the simulation's relative errors to those of this device."""
     by_plan = {(point["system"], point["share"]): point for point in simulated}
     outputs = {plan.way: plan.place.mean_output() for plan in plans}
     beside = [

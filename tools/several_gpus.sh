@@ -1,16 +1,19 @@
 #!/bin/sh
 # Measure tensor parallelism over N GPUs of one machine beside what was predicted: tools/several_gpus.sh N OUT [PART...]
 #
-# Parts, each with a time limit of its own, after which the next one starts:
+# Each part ends after its time limit, and the next one starts:
 #   sums    sums over ranks, beside NCCL and torch (150 s)
-#   llama   throughput of Llama-3-70B's shape, and its errors by simulation (240 and 90 s)
-#   vllm    the same by vLLM, if SITE has its packages and PEERS bench_vllm.py (330 s)
-#   opt-c   Figure 12c: OPT-175B's shape under ShareGPT's lengths, vLLM's memory and three Orcas (570 s)
-#   opt-f   Figure 12f: the same under Alpaca's (570 s)
+#   llama   throughput of Llama-3-70B's shape (240 s), then the simulation's errors (90 s)
+#   vllm    the same throughput by vLLM (330 s), if SITE is a folder with its packages and PEERS one with bench_vllm.py
+#   opt-c   Figure 12c: OPT-175B's shape, ShareGPT's lengths, vLLM's memory and three Orcas (570 s)
+#   opt-f   Figure 12f: the same, Alpaca's lengths (570 s)
 #
-# OUT gets a JSON document a part and log.txt, which has each run as soon as it ends. Variables for other machines:
-# LLAMA, a model config; WORKLOADS, such as "64:16@4"; SET, changes of the parameters of Figure 12, such as
-# "model=opt-13b kv_tokens=15728"; PYTHON.
+# Without PART: sums llama opt-c opt-f. OUT gets a JSON document for each part, and log.txt with each run as soon as it
+# ends. Variables for other machines:
+#   LLAMA      a model config in place of llama3-70b
+#   WORKLOADS  workloads of llama, such as "64:16@4"
+#   SET        changes of the parameters of Figure 12, such as "model=opt-13b kv_tokens=15728"
+#   PYTHON     the interpreter
 set -u
 fail() {
     echo "$1" >&2

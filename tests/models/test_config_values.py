@@ -1,5 +1,6 @@
-"""Any value of any field of a config.json: either transformers' log-probabilities of the same weights, or a
-StartupError that names the field, before weights are read. Fields are those of the config's class in transformers."""
+"""Each value of each field of a config.json gives transformers' log-probabilities of the same weights, or a
+StartupError that names the field before weights are read. Fields are those of the config's class in transformers, and
+MORE."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 """transformers' model_type -> a small config.json, that of a case in the tests of families."""
 MORE = ("head_dim", "is_causal", "partial_rotary_factor", "rope_scaling", "rope_theta", "sliding_window_pattern")
-"""Fields that are in no class, but are read."""
+"""Fields that are read, though some classes lack them."""
 ON_PURPOSE = {("mistral", "layer_types"), ("nemotron_h", "time_step_limit"), ("nemotron_h", "time_step_min")}
 """Where quire differs from transformers: see docs/models.md."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -72,7 +73,7 @@ VALUES: dict[str, list[Any]] = {
 
 
 def of_type(kind: str, default: Any) -> list[Any]:
-    """Values of a field that VALUES lacks, from the type that its class states and its default."""
+    """Return values for a field that VALUES lacks, by the type in its class and by its default."""
     if isinstance(default, bool) or kind.startswith("bool"):
         return [True, False]
     return [1, 3, 8] if isinstance(default, int) or kind.startswith("int") else [0.5, 2.0] if "float" in kind else []
@@ -80,7 +81,7 @@ def of_type(kind: str, default: Any) -> list[Any]:
 
 @cache
 def fields_of(kind: str) -> dict[str, list[Any]]:
-    """Return the fields of a config with the values to try: null, none, and others."""
+    """Return the values to try for each field of a config: null, no field, and others."""
     common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
     own = dataclasses.fields(transformers.CONFIG_MAPPING[kind])
     layers = BASES[kind].get("num_hidden_layers", 2)
@@ -101,7 +102,8 @@ def fields_of(kind: str) -> dict[str, list[Any]]:
 
 
 class Changed(test_unlike_logits.Saved):
-    """A model of a config.json, which stays as it is given."""
+    """A model of transformers with random weights and the config.json of `options`, which transformers does not
+    rewrite."""
 
     settings = {"kv_tokens": 512, "page_size": 4, "max_num_batched_tokens": 12}  # noqa: RUF012
 
@@ -116,7 +118,7 @@ class Changed(test_unlike_logits.Saved):
             raise ValueError("transformers' numbers aren't finite")
 
     def draw(self, kind: str, name: str, weights: torch.Tensor) -> None:
-        """The same weights for a name, whatever else the model has."""
+        """Draw the same weights for the same name and shape, whatever else the model has."""
         noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(crc32(name.encode())))
         if weights.dim() > 1 and "A_log" not in name:
             small = kind.startswith("gemma") and "embed" in name
@@ -142,6 +144,7 @@ def base(kind: str) -> tuple[DecoderConfig, torch.Tensor]:
 
 
 def changed(kind: str, field: str, value: Any) -> dict[str, Any]:
+    """Return the config with another value of a field, or without it."""
     options = {**BASES[kind], field: value}
     return {name: one for name, one in options.items() if one is not ABSENT}
 
@@ -152,7 +155,7 @@ def test_a_value_is_computed_as_transformers_does_or_refused(kind: str, field: s
     for number, value in enumerate(fields_of(kind)[field]):
         try:
             model = Changed(kind, changed(kind, field, value), tmp_path / str(number))
-        except Exception:  # transformers has no such model
+        except Exception:  # transformers cannot build or run such a model
             continue
         declared = read(model.config)
         if isinstance(declared, str):
@@ -181,7 +184,7 @@ def test_a_value_is_computed_as_transformers_does_or_refused(kind: str, field: s
     ],
 )
 def test_values_change_what_transformers_computes(kind: str, field: str, value: Any, tmp_path: Path) -> None:
-    """Else they would be equal here without being read."""
+    """Else the test above would pass for values that quire does not read."""
     logprobs = Changed(kind, changed(kind, field, value), tmp_path / "changed").logprobs(PROMPT)
     assert (logprobs - base(kind)[1]).abs().max() > 0.1
 

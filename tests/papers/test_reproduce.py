@@ -142,8 +142,8 @@ def test_parameters_are_changed(capsys: pytest.CaptureFixture[str]) -> None:
     entry = ENTRIES["fig12c-gpu"]
     texts = ["tp=2", "model=opt-125m", "seconds=30", "real=[1.3, 0.5]", "device=cpu"]
     changes = {"tp": 2, "model": "opt-125m", "seconds": 30.0, "real": (1.3, 0.5), "device": "cpu"}
-    assert entry.changed(texts) == changes
-    assert type(entry.changed(["seconds=30"])["seconds"]) is float
+    assert entry.parse_changes(texts) == changes
+    assert type(entry.parse_changes(["seconds=30"])["seconds"]) is float
     for wrong, why in (
         ("speed=2", "names no parameter.*Known: model, workload, tp"), ("tp=two", "another type than 8"),
         ("tp=2.5", "another type than 8"), ("real=1", "another type"), ("tp", "another type"),

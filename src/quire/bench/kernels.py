@@ -348,7 +348,7 @@ def show(results: Sequence[dict[str, Any]]) -> str:
 
 
 def more(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the card of a table of tiles, which makes the document one."""
+    """Return the card, which the document of a table of tiles has beside its entries; nothing for other results."""
     if "entry" not in results[0]:
         return {}
     from quire.kernels.triton.tiles import own_card

@@ -1,5 +1,6 @@
-"""What `quire bench kernels --tune` measures: for each entry of a table of tiles (quire.kernels.triton.tiles) products
-or attention in the sizes of models, as functions of the tile. On the device "meta" they can only be compiled."""
+"""The cases that `quire bench kernels --tune` measures for each entry of a table of tiles (quire.kernels.triton.tiles):
+products, or attention, in the sizes of models, as functions of the tile. On the device "meta" they can only be
+compiled."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ SIZES = {
     for shape, name in
     {"deep": "down", "square": "o", "middle": "qkv", "tall": "gate_up", "vocabulary": "head"}.items()
 }  # fmt: skip
-"""Rows and columns of the weight of each shape."""
+"""Shape -> rows and columns of its weight."""
 MODELS = ((128, 8, 2048, 768), (32, 4, 2880, 2880))
-"""Experts, experts of a token, hidden and intermediate size of Qwen3-30B-A3B and GPT-OSS-20B."""
+"""Experts, experts of a token, hidden and intermediate size: of Qwen3-30B-A3B and GPT-OSS-20B."""
 HEADS = {64: (64, 8), 128: (32, 8), 256: (16, 8)}
-"""Query heads, and key/value heads, by their size."""
+"""Size of a head -> query heads and key/value heads."""
 
 Case = Sequence[Callable[[Tile], Tensor]]
-"""Functions that do the same, each on inputs of its own."""
+"""Functions that do the same work, each on inputs of its own, so that the inputs are not in the GPU's cache."""
 
 
 def cases(entry: str, most: int, device: torch.device) -> list[Case]:
@@ -58,28 +59,28 @@ def _random(device: torch.device, *shape: int) -> Tensor:
 
 
 def _linear(form: str, shape: str, most: int, device: torch.device) -> Case:
-    """Return products of `most` rows, each after the small kernel that is before it in a layer."""
-    (size, depth), kind, pdl = SIZES[shape], "silu" if shape == "tall" else None, supports_pdl(GPU)
+    """Return products of `most` rows, each after the small kernel that precedes it in a layer."""
+    (size, depth), activation, pdl = SIZES[shape], "silu" if shape == "tall" else None, supports_pdl(GPU)
     dtype = torch.bfloat16 if form == "half" else E4M3
-    scale = torch.ones(1, size, device=device)
-    by = None if form == "half" else scale
+    ones = torch.ones(1, size, device=device)
+    scale = None if form == "half" else ones
     x, norm = _random(device, most, depth), _random(device, depth)
 
     def product(weight: Tensor, tile: Tile) -> Tensor:
         if form == "rounded":
             rounded = quantize_rows(x, pdl=pdl)
-            return scaled_matmul(*rounded, weight, None, scale, x.dtype, kind, pdl=pdl, tile=tile)
+            return scaled_matmul(*rounded, weight, None, ones, x.dtype, activation, pdl=pdl, tile=tile)
         rows = rms_norm(x, norm, 1e-6, pdl=pdl)
-        if kind is not None:
-            return gated_linear(rows, weight, kind, by, pdl=pdl, tile=tile)
-        return linear(rows, weight, None, by, pdl=pdl, tile=tile)
+        if activation is not None:
+            return gated_linear(rows, weight, activation, scale, pdl=pdl, tile=tile)
+        return linear(rows, weight, None, scale, pdl=pdl, tile=tile)
 
     copies = range(inputs(size * depth * dtype.itemsize))
     return [partial(product, _random(device, size, depth).to(dtype)) for _ in copies]
 
 
 def _one_token(count: int, top: int, hidden: int, inner: int, device: torch.device) -> Case:
-    """Return the experts of one token, both products, for several choices of experts."""
+    """Return both products of the experts of one token, for several choices of experts."""
     x, gate_up = _random(device, 1, hidden), _random(device, count, 2 * inner, hidden)
     down, none = _random(device, count, hidden, inner), (None, None)
 
@@ -87,12 +88,12 @@ def _one_token(count: int, top: int, hidden: int, inner: int, device: torch.devi
         return fused_moe_one_token(x, routing, gate_up, down, "silu", none, none, (-1, -1), supports_pdl(GPU), tile)
 
     logits = [_random(device, 1, count) for _ in range(inputs(6 * top * hidden * inner))]
-    return [partial(mixture, route(some, top, True, listed=False)) for some in logits]
+    return [partial(mixture, route(row, top, True, listed=False)) for row in logits]
 
 
 def _experts(gated: bool, most: int, device: torch.device, low_bits: bool = False) -> Iterator[Case]:
-    """Yield one of the two products of experts, in each of MODELS, with three quarters of `most` pairs an expert, or
-    512."""
+    """Yield one of the two products of the experts of each of MODELS, with three quarters of `most` pairs an expert, or
+    512 if `most` is MORE."""
     for count, top, hidden, inner in MODELS:
         tokens = cdiv(count * (512 if most == MORE else most * 3 // 4), top)
         routing, pairs = route(_random(device, tokens, count), top, True), tokens * top
@@ -121,7 +122,7 @@ def _multiply(
 
 
 def _low_bit(gated: bool, most: int, device: torch.device) -> Iterator[Case]:
-    """Yield linear layers of as many rows as have the tile, also of one row, and experts."""
+    """Yield linear layers of `most` rows (at most MAX_FUSED_ROWS), for 8 also of one row; then yield experts."""
     for rows in (1, 8) if most == 8 else (min(most, low_bit.MAX_FUSED_ROWS),):
         for size, columns, activation in LINEARS.values():
             if (activation is not None) == gated:
@@ -136,20 +137,20 @@ def _low_bit_linear(x: Tensor, activation: str | None, weight: low_bit.LowBitMat
 
 
 def _decodes(dim: int, most: int, device: torch.device) -> Iterator[Case]:
-    """Yield decode attention over pages, in those sizes of DECODES that have the entry's tile on this GPU."""
+    """Yield decode attention over pages, in those sizes of DECODES for which this GPU uses the entry's tile."""
     (heads, kv_heads), count = HEADS[dim], multiprocessors(GPU)
     for batch, context in DECODES:
         splits = choose_splits(batch, kv_heads, count)
-        each = cdiv(batch * kv_heads * splits, count)
-        if next(mosts for mosts in ENTRIES[f"decode/half/{dim}"] if each <= mosts) == most:
+        programs = cdiv(batch * kv_heads * splits, count)  # of a multiprocessor
+        if next(limit for limit in ENTRIES[f"decode/half/{dim}"] if programs <= limit) == most:
             layers = min(inputs(2 * batch * kv_heads * context * dim * 2), LAYERS)
-            where = random_kv(batch, context, kv_heads, dim, PAGE, layers, torch.bfloat16, heads, on=device.type)
+            kv = random_kv(batch, context, kv_heads, dim, PAGE, layers, torch.bfloat16, heads, on=device.type)
             scratch = decode_scratch(batch, heads, kv_heads, dim, splits, device)
-            q, places = _random(device, batch, heads, dim), (where.tables, where.slots, where.lengths)
-            yield [partial(_decode, q, cache, places, splits, scratch) for cache in where.caches]
+            q, rows = _random(device, batch, heads, dim), (kv.tables, kv.slots, kv.lengths)
+            yield [partial(_decode, q, cache, rows, splits, scratch) for cache in kv.caches]
 
 
 def _decode(
-    q: Tensor, cache: LayerCache, places: tuple[Tensor, Tensor, Tensor], splits: int, scratch: SplitScratch, tile: Tile
+    q: Tensor, cache: LayerCache, rows: tuple[Tensor, Tensor, Tensor], splits: int, scratch: SplitScratch, tile: Tile
 ) -> Tensor:
-    return decode(q, cache, *places, splits=splits, scratch=scratch, tile=tile)
+    return decode(q, cache, *rows, splits=splits, scratch=scratch, tile=tile)

@@ -66,7 +66,7 @@ def _kernels() -> str:
 
 
 def _tiles(number: int) -> str:
-    """Return whose table of tiles a GPU has."""
+    """Return the name of the card whose table of tiles a GPU uses, for the list of GPUs."""
     import torch
 
     try:

@@ -27,8 +27,8 @@ class ConfigReader:
         self.config, self.source = config, where
 
     def with_aliases(self, **aliases: str) -> ConfigReader:
-        """Return a reader of the same config, in which the keys `aliases`, other names of keys in transformers, are
-        these keys. Raise StartupError if two names of a key have different values; a null is none."""
+        """Return a reader of the same config in which `name` may also have the key `alias`, for each `alias="name"`, as
+        in transformers. A null counts as absent. Raise StartupError if the config has both with different values."""
         config = dict(self.config)
         for alias, name in aliases.items():
             value = config.get(alias)
@@ -83,7 +83,7 @@ class ConfigReader:
         return value
 
     def get_activation(self, name: str, default: str) -> str:
-        """Return one of ACTIVATIONS."""
+        """Return the name of an activation, one of ACTIVATIONS."""
         value = self.get_str(name, default)
         if value not in ACTIVATIONS:
             supported = f"Supported: {', '.join(ACTIVATIONS)}"

@@ -119,7 +119,8 @@ def _declare(
 
 
 def default_rotation(fields: ConfigReader) -> float:
-    """Return the part of a head that is rotated if config.json has no number: a quarter, all of it for a null."""
+    """Return the part of a head that is rotated if partial_rotary_factor has no number: a quarter if it is absent, 1 if
+    it is null."""
     return 1.0 if "partial_rotary_factor" in fields.config else 0.25
 
 

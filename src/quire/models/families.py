@@ -271,8 +271,8 @@ def read_gemma3_text(fields: ConfigReader) -> DecoderConfig:
 
 
 def text_section(fields: ConfigReader, defaults: dict[str, Any], tied: bool) -> ConfigReader:
-    """Return the config of the text of a model with a vision tower. tie_word_embeddings is that of the outer config, by
-    default `tied`."""
+    """Return a reader of the text_config of a model with a vision tower, with `defaults` of absent keys.
+    tie_word_embeddings is read from the outer config, with the default `tied`."""
     read_checkpoint_scheme(fields.config)
     outer = {"tie_word_embeddings": fields.get_bool("tie_word_embeddings", tied)}
     return ConfigReader({**defaults, **fields.get_object("text_config"), **outer}, f"text_config of {fields.source}")
@@ -340,8 +340,8 @@ def read_softcap(fields: ConfigReader, name: str, default: float | None) -> floa
 
 
 def read_heads(fields: ConfigReader, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
-    """Return the number of key heads and the head size, for `heads` query heads; `kv_heads`, `head_dim`: defaults. As
-    in transformers a null stands for as many key heads as query heads."""
+    """Return the number of key heads and the head size, for `heads` query heads. `kv_heads` and `head_dim` are the
+    defaults of absent keys. As in transformers, a null num_key_value_heads means `heads`."""
     kv_heads = heads if "num_key_value_heads" in fields.config else kv_heads
     kv_heads, head_dim = fields.get_int("num_key_value_heads", kv_heads), fields.get_int("head_dim", head_dim)
     if heads % kv_heads:

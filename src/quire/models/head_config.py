@@ -316,8 +316,8 @@ def _declare_qwen_mtp(own: ConfigReader, experts: ExpertsConfig | None, **rows: 
 
 
 def _read_target(own: ConfigReader, method: str) -> dict[str, Any]:
-    """Return what `eagle3_config` or `mtp_config` said of the target. Raise StartupError if a head is used as a
-    model."""
+    """Return the description of the target that `eagle3_config` or `mtp_config` added. Raise StartupError if a head is
+    used as a model."""
     if TARGET_KEY not in own.config:
         raise StartupError(
             f"{own.source} is that of a speculation head, which is no model of its own",

@@ -14,8 +14,8 @@ def read_rope(
     fields: ConfigReader, partial: float | None = None, theta: float = 10000.0,
     longrope_names: tuple[str, ...] = ("longrope",),
 ) -> tuple[RopeConfig, int]:  # fmt: skip
-    """Read the rotary embedding of all layers, and the length that it reaches; `theta` is the default, `partial`: see
-    `read_rope_section`. `longrope_names`: the types that are LongRoPE.
+    """Return the rotary embedding of all layers, and the length that it reaches. `theta` is the default. `partial`: see
+    `read_rope_section`. `longrope_names`: the values of rope_type that mean LongRoPE.
 
     Newer configs have everything in `rope_parameters`; older ones have `rope_theta` and perhaps `rope_scaling`. If both
     are given `rope_scaling` is used, as in transformers.

@@ -252,7 +252,7 @@ def _scale(factor: float) -> float | None:
 def read_bamba(fields: ConfigReader) -> DecoderConfig:
     """Bamba (IBM, Princeton and UIUC, 2024): Mamba-2 layers, and attention in some, which rotates half of each head."""
     hidden, eps = fields.get_int("hidden_size"), fields.get_float("rms_norm_eps", 1e-5)
-    # As in transformers the factor at the top is not read.
+    # As in transformers, partial_rotary_factor is not read outside of rope_parameters.
     rope, max_len = read_rope(ConfigReader({**fields.config, "partial_rotary_factor": 0.5}, fields.source), partial=0.5)
     attends = _read_attention_layers(fields, "attn_layer_indices", [])
     return declare_gated(
@@ -272,7 +272,8 @@ def read_bamba(fields: ConfigReader) -> DecoderConfig:
 def _read_mamba2_mixer(
     fields: ConfigReader, hidden: int, eps: float, heads: tuple[str, int], head_dim: int, state_key: str
 ) -> Mamba2Config:
-    """Return the mixer that the keys of Mamba-2 and Nemotron-H describe; `heads` are the key and their number."""
+    """Return the mixer that the keys of Mamba-2 and Nemotron-H describe. `heads`: the key of the number of heads, and
+    that number. `state_key`: the key of the state size."""
     return Mamba2Config(
         hidden=hidden,
         itemsize=_read_itemsize(fields),
@@ -290,7 +291,8 @@ def _read_mamba2_mixer(
 
 
 def _read_bamba_mixer(fields: ConfigReader, hidden: int, eps: float) -> Mamba2Config:
-    """Return the mixer that the keys of Granite 4 and Bamba describe. As in transformers a null bias is none."""
+    """Return the mixer that the keys of Granite 4 and Bamba describe. As in transformers, a null mamba_conv_bias means
+    that there is none."""
     fields.require_value("hidden_act", "silu")
     heads, expand = fields.get_int("mamba_n_heads", 128), fields.get_int("mamba_expand", 2, MAX_EXPAND)
     is_auto = fields.config.get("mamba_d_head") in (None, "auto")
@@ -477,7 +479,7 @@ def _read_mixer(
     fields: ConfigReader, hidden: int, keys: tuple[str, ...], norms: str, norm_eps: float, inner_key: str = "",
 ) -> MambaConfig:  # fmt: skip
     """Read a mixer. `keys` are those of d_state, d_conv, the factor from hidden to d_inner, dt_rank, and two biases.
-    `inner_key`: a key that replaces that product."""
+    `inner_key`, if given, is a key that may hold d_inner itself."""
     fields.require_value("hidden_act", "silu")
     state, conv, expand, rank, conv_bias, bias = keys
     inner, name = fields.get_int(expand, 2, MAX_EXPAND) * hidden, f"{expand} times hidden_size"

@@ -37,7 +37,7 @@ TEXT_MODELS: dict[str, tuple[Callable[[ConfigReader], DecoderConfig], dict[str, 
 }
 """The text's model_type -> its reader, and transformers' defaults of keys that a config may leave out."""
 TIED_BY_DEFAULT = "InternVLForConditionalGeneration", "PaliGemmaForConditionalGeneration"
-"""Models for which the outer tie_word_embeddings alone counts."""
+"""Models whose tie_word_embeddings is read from the outer config alone, and is true by default."""
 MLLAMA_EXTRA_TOKENS = 8
 """Embeddings after the vocabulary's, for tokens that are never generated, such as the image token."""
 MLLAMA_TEXT_DEFAULTS: dict[str, Any] = {

@@ -67,8 +67,8 @@ class VisionShape(NamedTuple):
 
 
 class VisionWork(NamedTuple):
-    """The work of images in a step: `weight_bytes` are read only for images, `encoded_parts` are parts of images; see
-    quire.sim.cost_model.StepWork for the others."""
+    """The work of images in a step: `weight_bytes` are read only for images, `encoded_parts` are parts of images. See
+    StepWork for the others."""
 
     operations: float
     kv_bytes: float

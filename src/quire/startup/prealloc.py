@@ -1,4 +1,4 @@
-"""Prepare memory for a model's packed weights, or the GPU, while torch is imported. No torch here."""
+"""Prepare memory for a model's packed weights, or open the GPU, while torch is imported. No torch here."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def preallocate_weights(config: EngineConfig, checkpoint: Checkpoint) -> None:
 
 
 def open_gpu(config: EngineConfig) -> None:
-    """Initialize CUDA's driver and the context of the first GPU in a thread, without the interpreter's lock, if this
-    process may compute there. torch then uses this context."""
+    """If this process may compute on a GPU, start a thread that initializes CUDA's driver and the context of the first
+    GPU, without the interpreter's lock. torch then uses this context."""
     if config.device != "cpu" and not config.has_rank_processes and any(map(os.path.exists, GPU_DEVICE_FILES)):
         threading.Thread(target=_open_first_gpu, name="quire-gpu", daemon=True).start()
 

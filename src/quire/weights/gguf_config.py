@@ -93,7 +93,7 @@ SAMPLING_KEYS = {
 }  # fmt: skip
 
 
-UNSUPPORTED_KEYS = {
+SUPPORTED_VALUES = {
     "attention.causal": True, "attention.scale": 0.0, "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0,
     "logit_scale": 0.0, "embedding_scale": 0.0, "residual_scale": 0.0, "use_parallel_residual": False,
     "expert_weights_scale": 1.0, "leading_dense_block_count": 0, "rope.scaling.yarn_ext_factor": 1.0,
@@ -259,7 +259,7 @@ def _common_config(file: GGUFFile, architecture: Architecture, fields: ConfigRea
     """Return the keys that all architectures have."""
     heads, hidden = fields.get_int("attention.head_count"), fields.get_int("embedding_length")
     head_dim = fields.get_int("attention.key_length", hidden // heads)
-    for key, allowed in {"attention.value_length": head_dim, **UNSUPPORTED_KEYS}.items():
+    for key, allowed in {"attention.value_length": head_dim, **SUPPORTED_VALUES}.items():
         fields.require_value(key, allowed)
     if architecture.hf_architecture != "Phi3ForCausalLM":
         fields.require_value("rope.dimension_count", head_dim)

@@ -2,8 +2,8 @@
 the largest step's memory is allocated before the first request.
 
 All rows are padding (slot 0), whose pages and samples are not used. If no kernels are cached on disk, compilation is
-most of the work: first several threads run steps, and wait for the processes that compile (see
-quire.kernels.triton.compile_process), or compile themselves if there are none.
+most of the work. So several threads run steps first. They wait for the processes that compile (see
+quire.kernels.triton.compile_process), or compile themselves if there are no such processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAMPLING_KINDS = (  # parameters, and the number of log-probabilities
     (DeviceSamplingParams(temperature=0.8), -1),
     (DeviceSamplingParams(temperature=0.0, prompt_logprobs=1), -1),  # last: leaves slot 0 without penalties
 )
-TOKEN_COUNTS = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: matrix products of each have different kernels
+TOKEN_COUNTS = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: matrix products have different kernels for each
 
 
 class WarmupRunner(Protocol):
@@ -176,12 +176,12 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
                 for tokens, decode_rows in mixed_graphs.half_sizes(MAX_PARALLEL_ROWS)[0]
             ]
         yield from (step for size, step in steps if size & (size - 1) == 0)
-        if (compiler := running_compiler()) is not None:  # few other sizes need kernels of their own
+        if (compiler := running_compiler()) is not None:  # few other sizes have kernels that no power of two has
             yield from (partial(_run_if_compiling, compiler, step) for size, step in steps if size & (size - 1))
 
 
 def _run_if_compiling(compiler: KernelCompiler, step: Callable[[], None]) -> None:
-    """Run a step if kernels of steps before it weren't on disk."""
+    """Run a step if any kernel of the steps before it was missing on disk. Else its own are probably there too."""
     if compiler.num_requests:
         step()
 

@@ -18,13 +18,7 @@ from test_linear import FP8, weights
 from torch import Tensor
 
 from quire.kernels.triton import fused_moe as experts
-from quire.kernels.triton.fused_moe import (
-    ONE_TILE,
-    choose_tile,
-    fused_moe,
-    list_pairs,
-    route,
-)
+from quire.kernels.triton.fused_moe import ONE_TILE, Routing, choose_tile, fused_moe, route
 from quire.kernels.triton.linear import E4M3
 from quire.kernels.triton.tiles import measured_card
 from quire.layers.experts_config import ExpertsConfig
@@ -41,6 +35,17 @@ Tokens = tuple[Tensor, Tensor, Tensor]
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator(DEVICE).manual_seed(seed)  # a real layer's weights take a CPU half a minute
     return (0.3 * torch.randn(shape, generator=generator, dtype=torch.float64, device=DEVICE)).to(dtype)
+
+
+def list_pairs(weights: Tensor, expert_ids: Tensor, experts: int) -> Routing:
+    """Return the Routing of experts that are chosen already, computed by torch."""
+    tokens, top = expert_ids.shape
+    sorted_ids, order = expert_ids.flatten().sort()
+    counts = torch.bincount(sorted_ids, minlength=experts)
+    place = torch.arange(tokens * top, device=order.device) - (counts.cumsum(0) - counts)[sorted_ids]
+    pairs = torch.empty((experts, tokens), dtype=torch.int32, device=order.device)
+    pairs[sorted_ids, place] = order.int()
+    return Routing(weights, expert_ids, counts.int(), pairs)
 
 
 class Experts:

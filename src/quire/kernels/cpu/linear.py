@@ -2,7 +2,7 @@
 and single rows of a packed weight, for an embedding that is tied to the head.
 
 A packed weight takes as much memory as a plain one. A row's bits depend neither on the number of rows (but see
-`PackedLinear.deterministic`) nor on threads.
+`PackedWeight.deterministic`) nor on threads.
 """
 
 from __future__ import annotations

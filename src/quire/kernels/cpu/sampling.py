@@ -1,5 +1,6 @@
 """Greedy and random sampling with temperature, min_p, top_k and top_p, equal to quire.worker.gumbel given the same
-likelihoods, and masks over logits. One operation does all rows of a step; a row's result depends only on the row."""
+likelihoods; and masks over logits. One operation samples or masks all rows of a step, and a row's result depends only
+on that row."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Safe compilation and loading of kernels by several threads and processes at once.
 
-Triton 3.6 launches each kind of kernel through a small C module, and all of these modules have one name. When Python
-loads a second one, it writes its contents into the module object of that name, which another thread may be about to
-read: that thread would launch a kernel with another one's arguments. (Triton 3.7 has one launcher.)
+Triton 3.6 launches each kind of kernel with a small C module, and all of these modules have one name. When Python loads
+a second one, it writes its contents into the module object of that name. A thread that reads this object at that moment
+would launch its kernel with the arguments of another. (Triton 3.7 has one launcher.)
 
-Threads and processes that need the same kernels at the same time would each compile all of them: Triton does not know
-which kernels are being compiled. With a lock for each kernel, one of them compiles it and the others read it.
+Triton does not know which kernels are being compiled, so threads and processes that need the same kernel at the same
+time would each compile it. With a lock for each kernel, one of them compiles it and the others load it from disk.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from triton.runtime.jit import JITFunction
 
 from quire.kernels.triton.compile_process import KernelCompiler, fix_cache_key
 
-LOCKS = 1024  # files; kernels that share one wait for each other
+NUM_LOCK_FILES = 1024  # kernels that share a file wait for each other
 
 
 def serialize_module_loading() -> None:
     """Patch Triton so that one thread at a time loads a module, and gets a copy of its contents. Compilation is not
-    serialized. Patches a process once; without effect if Triton has no such function."""
+    serialized. A second call has no effect, nor has a call if Triton has no such function."""
     load, lock = getattr(build, "_load_module_from_path", None), threading.Lock()
     if load is None or hasattr(load, "in_any_thread"):
         return
@@ -45,9 +45,9 @@ def serialize_module_loading() -> None:
 
 @contextmanager
 def compile_once(compiler: KernelCompiler | None = None) -> Iterator[None]:
-    """A context in which, of the threads and processes in it that share a cache on disk, one compiles a kernel and the
-    others wait until it is in the cache. `compiler` compiles it, if given."""
-    compiled = JITFunction._do_compile
+    """Return a context in which a kernel is compiled once: of the threads and processes in it that share a cache on
+    disk, one compiles the kernel, and the others wait until it is in the cache. `compiler` compiles it, if given."""
+    do_compile = JITFunction._do_compile
 
     def compile_locked(self: Any, key: Any, signature: Any, device: Any, *arguments: Any, **options: Any) -> Any:
         fix_cache_key(self)
@@ -56,20 +56,20 @@ def compile_once(compiler: KernelCompiler | None = None) -> Iterator[None]:
             if key not in loaded:  # else another thread was first
                 if compiler is not None:
                     compiler.compile(self, key, signature, device, *arguments, **options)
-                compiled(self, key, signature, device, *arguments, **options)
+                do_compile(self, key, signature, device, *arguments, **options)
             return loaded.get(key)
 
     JITFunction._do_compile = compile_locked
     try:
         yield
     finally:
-        JITFunction._do_compile = compiled
+        JITFunction._do_compile = do_compile
 
 
 @contextmanager
 def _compile_lock(name: str) -> Iterator[None]:
-    """Hold a lock of this name among all processes; without a lock if the file system has none."""
-    number = int.from_bytes(sha256(name.encode()).digest()[:4], "little") % LOCKS
+    """Hold the lock of this name, which is shared by all threads and processes; no lock if the file system has none."""
+    number = int.from_bytes(sha256(name.encode()).digest()[:4], "little") % NUM_LOCK_FILES
     folder = os.path.join(triton.knobs.cache.dir, "quire-locks")
     file = -1
     try:

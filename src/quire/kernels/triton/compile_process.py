@@ -1,10 +1,12 @@
 """Compile kernels in processes of their own, into Triton's cache on disk.
 
-Threads compile side by side only in part: Python translates a kernel to Triton's first form under the interpreter's
-lock, and what runs without the lock shares one address space. Processes share neither. One process, the server, imports
-the kernels while the model is loaded, and forks a process for each kernel: it has a single thread, and does not use the
-GPU. Requests are JSON, one a line; an answer is the request's number and 1 if the kernel was compiled, else 0. A kernel
-that could not be compiled there is compiled where it is needed, which then raises the error.
+Threads compile in parallel only in part: Python translates a kernel to Triton's first intermediate form under the
+interpreter's lock, and the rest shares one address space. Processes share neither. One process, the server, imports the
+kernels while the model is loaded, and forks a process for each kernel. It can fork safely, since it has a single thread
+and does not use the GPU.
+
+A request is a line of JSON. Its answer is a line too: the request's number, and 1 if the kernel was compiled, else 0. A
+kernel that could not be compiled there is compiled by the process that needs it, which then raises the error.
 
 This module imports neither torch nor Triton, so that the server can be started before they are imported.
 """
@@ -30,16 +32,18 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 VERSIONS = ("3.6", "3.7")
-"""Versions of Triton whose `serialize_specialization_data`, `preload` and keys of the cache are those used here."""
+"""Versions of Triton whose `serialize_specialization_data`, `preload` and cache keys are those that are used here."""
 PACKAGE = "quire.kernels.triton"
-ANSWER_SECONDS = 60.0  # for one kernel, the imports of the server included
+ANSWER_SECONDS = 60.0  # the longest wait for an answer, the server's imports and earlier requests included
 PROGRAM = f"from {__name__} import main; main()"
-STDIN, STDOUT = 0, 1
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 class KernelCompiler:
-    """The server, with up to `processes` kernels at a time. It starts with this object, and ends with `close` or with
-    this process. Thread-safe."""
+    """The client of a server, which compiles up to `processes` kernels at a time. The server starts when this object is
+    made, and ends at `close` or with this process. Thread-safe.
+
+    If the server cannot be started or is lost, `compile` returns False."""
 
     def __init__(self, processes: int) -> None:
         folders = (folder for folder in sys.path if folder and isinstance(folder, str))  # Python skips others
@@ -49,7 +53,7 @@ class KernelCompiler:
         self.num_requests = 0
         self._process: subprocess.Popen[bytes] | None = None
         with suppress(OSError):
-            self._process = subprocess.Popen(  # what fails there fails here again, and is reported here
+            self._process = subprocess.Popen(  # errors are not shown: the same kernel fails here again, with its error
                 [sys.executable, "-P", "-c", PROGRAM, str(processes)], env=os.environ | variables, bufsize=0,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
@@ -61,8 +65,8 @@ class KernelCompiler:
         self, kernel: Any, key: str, signature: Any, device: int, constexprs: Any, options: Any, attrs: Any,
         warmup: bool,
     ) -> bool:  # fmt: skip
-        """Compile `kernel`, unless it is on disk, and wait for that. Return False if it could not be compiled. The
-        arguments are those of JITFunction._do_compile."""
+        """Compile `kernel`, unless the cache on disk has it. Wait until it is there, and return True; return False if
+        the server could not compile it. The arguments are those of JITFunction._do_compile."""
         import triton
         from triton.runtime import jit
 
@@ -73,20 +77,21 @@ class KernelCompiler:
             _, _, target, backend, _ = kernel.device_caches[device]
             if _is_on_disk(kernel.ASTSource(kernel, signature, constexprs, attrs), backend, options):
                 return True
-            newer, launched = ((), list(signature.values())) if version == "3.6" else ((target,), [])
+            more, launcher_types = ((), list(signature.values())) if version == "3.6" else ((target,), [])
             specialization = jit.serialize_specialization_data(
-                jit.get_full_name(kernel.fn), signature, constexprs, attrs, options, key, *newer
+                jit.get_full_name(kernel.fn), signature, constexprs, attrs, options, key, *more
             )
-        except Exception:  # a constant that isn't JSON, or whatever differs in this release
+        except Exception:  # a constant that JSON cannot hold, or a difference of this release of Triton
             return False
-        return self.request(kernel.module, kernel.fn.__name__, specialization, list(vars(target).values()), launched)
+        name = kernel.fn.__name__
+        return self.request(kernel.module, name, specialization, list(vars(target).values()), launcher_types)
 
     def request(
-        self, module: str, name: str, specialization: str, target: list[Any], launched: Sequence[str] = ()
+        self, module: str, name: str, specialization: str, target: list[Any], launcher_types: Sequence[str] = ()
     ) -> bool:
-        """Compile the kernel `name` of `module` for a `target` (the arguments of GPUTarget), and wait for that. Return
-        False if it could not be compiled. `launched` are the types of its arguments if Triton compiles a launcher for
-        them, which is not waited for."""
+        """Compile the kernel `name` of `module` for a `target` (the arguments of GPUTarget). Wait for the answer, and
+        return True if it was compiled. `launcher_types` are the types of its arguments, if Triton compiles a launcher
+        for them; the answer does not wait for that."""
         answer = Future[bool]()
         with self._lock:
             process = self._process
@@ -94,7 +99,7 @@ class KernelCompiler:
                 return False
             self.num_requests += 1
             self._waiting[self.num_requests] = answer
-            request = [self.num_requests, launched, module, name, specialization, target]
+            request = [self.num_requests, launcher_types, module, name, specialization, target]
             line = json.dumps(request).encode() + b"\n"
             pipe = select.poll()
             pipe.register(process.stdin, select.POLLOUT)
@@ -113,7 +118,7 @@ class KernelCompiler:
             return False
 
     def close(self) -> None:
-        """End the server. Kernels that it has not compiled yet are refused."""
+        """End the server. Requests that wait for an answer return False."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
@@ -121,7 +126,8 @@ class KernelCompiler:
             process.wait()
 
     def _read_answers(self, process: subprocess.Popen[bytes]) -> None:
-        with process:  # close the pipes, and wait for its end
+        """Pass answers on until the server ends. Requests that then still wait get False."""
+        with process:  # which closes the pipes and waits for the end of the process
             assert process.stdout is not None, "a pipe"
             for line in process.stdout:
                 with suppress(ValueError, KeyError), self._lock:  # what a sitecustomize prints is no answer
@@ -135,8 +141,8 @@ class KernelCompiler:
 
 
 def hash_triton() -> threading.Thread:
-    """Import Triton, and return a thread that computes the digest of its files, a part of all keys in its cache: 400
-    MB, mostly without the interpreter's lock. Triton keeps it."""
+    """Import Triton, and return a thread that computes the digest of its files, 400 MB, mostly without the
+    interpreter's lock. The digest is a part of all keys of Triton's cache. Triton keeps it."""
     from triton.runtime.cache import triton_key
 
     thread = threading.Thread(target=triton_key, name="quire-triton-key", daemon=True)
@@ -176,7 +182,7 @@ def _is_on_disk(source: Any, backend: Any, options: Any) -> bool:
 
 
 class TargetDriver:
-    """As much of a driver of Triton as compiling needs: it has a target, and no device."""
+    """The part of a Triton driver that compilation needs: it has a target, and no device."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -186,12 +192,12 @@ class TargetDriver:
         return self.target
 
     def get_current_device(self) -> int:
-        """Return a number."""
+        """Return the number of a device, as Triton needs one."""
         return 0
 
 
 def find_kernel(module: str, name: str) -> Any:
-    """Return the kernel `name` of a module of quire. Raise ValueError if there is none."""
+    """Return the kernel `name` of a module of PACKAGE. Raise ValueError if there is none."""
     from triton.runtime.jit import JITFunction
 
     if not module.startswith(f"{PACKAGE}."):
@@ -204,9 +210,10 @@ def find_kernel(module: str, name: str) -> Any:
 
 
 def fix_cache_key(function: Any) -> None:
-    """Compute the part of Triton's keys that belongs to a kernel or a function that kernels call. It depends on whether
-    the keys of the functions that it calls were computed before, so that processes that compile kernels in another
-    order would not find each other's. Here they are always computed before."""
+    """Compute the part of Triton's cache keys that belongs to `function`, a kernel or a function that kernels call.
+
+    Triton's result depends on whether the keys of called functions were computed earlier. Processes that compile
+    kernels in different orders would then not find each other's. Here they are always computed earlier."""
     from triton.runtime.jit import JITCallable
 
     for name in function.fn.__code__.co_names if function.hash is None else ():
@@ -227,7 +234,7 @@ def _compile(module: str, name: str, specialization: str, target: list[Any]) -> 
 
 
 def _build_launcher(types: list[str]) -> None:
-    """Compile the C module through which Triton 3.6 launches kernels with arguments of these types."""
+    """Compile the C module with which Triton 3.6 launches kernels that have arguments of these types."""
     from triton.backends.nvidia import driver
     from triton.runtime.build import compile_module_from_src
 
@@ -235,25 +242,26 @@ def _build_launcher(types: list[str]) -> None:
     compile_module_from_src(source, "__triton_launcher", driver.library_dirs(), driver.include_dirs, driver.libraries)
 
 
-def _run_child(answer: int, work: Callable[..., None], *arguments: Any) -> NoReturn:
-    """Do the work of a forked process, and end it. `answer` is a pipe for the result."""
+def _run_child(result_fd: int, work: Callable[..., None], *arguments: Any) -> NoReturn:
+    """Do the work of a forked process and end it. After success write 1 to the pipe `result_fd`."""
     try:
         work(*arguments)
-        os.write(answer, b"1")
+        os.write(result_fd, b"1")
     finally:
         os._exit(0)
 
 
 class Server:
-    """Answers the requests in standard input on `answers` until its end, up to `most` at a time."""
+    """Compiles the kernels that are requested on standard input, and writes answers to the descriptor `answer_fd`.
+    Starts no request while `max_processes` processes run."""
 
-    def __init__(self, most: int, answers: int) -> None:
-        self.most, self.answers = most, answers
+    def __init__(self, max_processes: int, answer_fd: int) -> None:
+        self.max_processes, self.answer_fd = max_processes, answer_fd
         self.selector = selectors.DefaultSelector()
         self.selector.register(STDIN, selectors.EVENT_READ)
-        self.requests: deque[bytes] = deque()
-        self.children: dict[int, tuple[int, int]] = {}  # by the pipe of the result: process, number of the request or 0
-        self.launchers: list[list[str]] = []  # the types of their arguments
+        self.requests: deque[bytes] = deque()  # that were not started yet
+        self.children: dict[int, tuple[int, int]] = {}  # pipe of the result -> process, number of the request or 0
+        self.launchers: list[list[str]] = []  # types of the arguments of those that were started
 
     def run(self) -> None:
         """Serve until standard input ends."""
@@ -261,57 +269,57 @@ class Server:
         while True:
             for key, _ in self.selector.select():
                 if key.fd != STDIN:
-                    self._end(key.fd)
+                    self._finish(key.fd)
                 elif data := os.read(STDIN, 1 << 16):
                     *lines, rest = (rest + data).split(b"\n")
                     self.requests += lines
                 else:
                     return
-            while self.requests and len(self.children) < self.most:
-                self._begin(self.requests.popleft())
+            while self.requests and len(self.children) < self.max_processes:
+                self._start(self.requests.popleft())
 
-    def _begin(self, request: bytes) -> None:
-        """Start a request's process, and before it that of the launcher, unless there was one."""
-        number, launched, *arguments = json.loads(request)
-        if launched and launched not in self.launchers:
-            self.launchers.append(launched)
-            self._fork(0, _build_launcher, launched)
+    def _start(self, request: bytes) -> None:
+        """Start the process of a request, and first that of its launcher, if this is the first kernel that needs it."""
+        number, launcher_types, *arguments = json.loads(request)
+        if launcher_types and launcher_types not in self.launchers:
+            self.launchers.append(launcher_types)
+            self._fork(0, _build_launcher, launcher_types)
         self._fork(number, _compile, *arguments)
 
     def _fork(self, number: int, work: Callable[..., None], *arguments: Any) -> None:
-        """Start a process. Its end of the pipe is closed when it ends, however it ends."""
-        result, answer = os.pipe()
+        """Start a process for request `number`, or 0. Its end of the pipe is closed when it ends for any reason."""
+        read_fd, write_fd = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(self.answers)
-            _run_child(answer, work, *arguments)
-        os.close(answer)
-        self.children[result] = pid, number
-        self.selector.register(result, selectors.EVENT_READ)
+            os.close(self.answer_fd)
+            _run_child(write_fd, work, *arguments)
+        os.close(write_fd)
+        self.children[read_fd] = pid, number
+        self.selector.register(read_fd, selectors.EVENT_READ)
 
-    def _end(self, result: int) -> None:
-        """Send the answer of a process that has ended."""
-        pid, number = self.children.pop(result)
-        compiled = os.read(result, 1) or b"0"
-        self.selector.unregister(result)
-        os.close(result)
+    def _finish(self, read_fd: int) -> None:
+        """Wait for a process that has written its result or ended, and send the answer to its request, if any."""
+        pid, number = self.children.pop(read_fd)
+        compiled = os.read(read_fd, 1) or b"0"
+        self.selector.unregister(read_fd)
+        os.close(read_fd)
         os.waitpid(pid, 0)
         if number:
-            os.write(self.answers, b"%d %s\n" % (number, compiled))
+            os.write(self.answer_fd, b"%d %s\n" % (number, compiled))
 
 
 def main() -> None:
-    """Run the server. The argument is how many kernels it compiles at a time."""
-    # A terminal or a service manager sends these to all processes; this one ends with its input.
+    """Run the server. The program's argument is the number of processes that compile at a time."""
+    # A terminal or a service manager sends these to all processes; this one ends when its input does.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    answers = os.dup(STDOUT)
-    os.dup2(2, STDOUT)  # what compilers print is no answer
+    answer_fd = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)  # so that output of compilers does not get among the answers
     gc.disable()
     hash_triton().join()
     package = import_module(PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{PACKAGE}."):
-        with suppress(Exception):  # one of other GPUs
+        with suppress(Exception):  # a module may need another GPU or version
             import_module(module.name)
     gc.freeze()
-    Server(int(sys.argv[1]), answers).run()
+    Server(int(sys.argv[1]), answer_fd).run()

@@ -27,7 +27,7 @@ from quire.kernels.triton.launch import cdiv, power_of_2, shared_memory
 from quire.kernels.triton.tiles import Tile, card_tile
 
 MAX_SPLITS = 32
-RESIDENCIES = (2, 3)  # programs that a multiprocessor runs at once
+RESIDENCIES = (2, 3)  # numbers of programs that a multiprocessor may run at once
 SLOT_WINDOW = tl.constexpr(32)  # slots that a program reads to find its tile
 MAX_SHARED_ROWS = 16
 MIN_SCORE = tl.constexpr(-1.0e30)  # below every score but finite: a difference of two is 0, where -inf would give NaN
@@ -384,14 +384,14 @@ def _padded_tile(queries: int, dim: int) -> tuple[int, int]:
 
 
 def choose_tile(queries: int, dim_pad: int, itemsize: int, programs: int, device: torch.device) -> Tile:
-    """Return the tile of `programs` programs of this many queries.
+    """Return the tile of `programs` programs, of this many queries each. In 16 bits, with heads of up to 256, it is the
+    card's. Stages are reduced until a program fits in the device's shared memory.
 
-    Two warps hide latencies as well as four, and reduce less among each other. There are as many stages as leave shared
-    memory for all programs at once, or for the most programs. Many waves are of short programs, whose start is hidden
-    best by many others: small tiles of one warp. (H200, between large products, which slow its clock: 256 rows of 250
-    and 650 tokens 63 and 149 us; with two warps and 3 stages 63 and 154, with 4 stages 74 and 165. Heads of 256: 133
-    rows of 300 and 500 tokens 3.92 and 4.02 TB/s; with the tile of the smaller ones 3.58 and 3.93.) Stages are reduced
-    until a program fits in the device's shared memory."""
+    On an H200 two warps hide latencies as well as four, and reduce less among each other. Few programs have as many
+    stages as leave shared memory for all of them at once. Many waves of programs are short programs, whose start is
+    hidden best by many others: small tiles of one warp. Between large products, which slow the clock, 256 rows of 250
+    and 650 tokens take 63 and 149 us; with two warps and 3 stages 63 and 154, with 4 stages 74 and 165. With heads of
+    256, 133 rows of 300 and 500 tokens reach 3.92 and 4.02 TB/s; with the tile of smaller heads 3.58 and 3.93."""
     if itemsize == 4:
         tile = Tile(0, 32, 0, 2, 4)
     elif dim_pad > 256:  # Gemma 4

@@ -122,17 +122,6 @@ def route(
     return Routing(weights, chosen, counts, pairs, len(own) / experts)
 
 
-def list_pairs(weights: Tensor, expert_ids: Tensor, experts: int) -> Routing:
-    """Return the Routing of experts that are chosen already, computed by torch."""
-    tokens, top = expert_ids.shape
-    sorted_ids, order = expert_ids.flatten().sort()
-    counts = torch.bincount(sorted_ids, minlength=experts)
-    place = torch.arange(tokens * top, device=order.device) - (counts.cumsum(0) - counts)[sorted_ids]
-    pairs = torch.empty((experts, tokens), dtype=torch.int32, device=order.device)
-    pairs[sorted_ids, place] = order.int()
-    return Routing(weights, expert_ids, counts.int(), pairs)
-
-
 @triton.jit
 def find_pairs(
     counts, pairs, tokens, tile, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr
@@ -342,8 +331,8 @@ def multiply_experts(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, out: Tensor, routing: Routing, tile: Tile,
     kind: str | None, group: int, pdl: bool,
 ) -> None:  # fmt: skip
-    """Launch `_experts`: store the products of all pairs to `out` [pairs, size]. x is [T, depth] with a `kind`, else
-    [pairs, depth]. `group`: numbers of a row that share a scale."""
+    """Launch `_experts`: store the products of all pairs to `out` [pairs, size]. x is [T, depth] with an activation
+    `kind`, else [pairs, depth]. `group`: see `_scale_group`."""
     (pairs, size), experts, top = out.shape, len(weight), routing.expert_ids.shape[1]
     tiles = min(pairs, pairs // tile.rows + experts)
     _experts[(tiles * cdiv(size, tile.columns),)](
@@ -374,21 +363,22 @@ def fused_moe_one_token(
     scales: tuple[Tensor | None, Tensor | None], biases: tuple[Tensor | None, Tensor | None],
     groups: tuple[int, int], pdl: bool, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the same as `fused_moe` for a single token; `groups`: numbers of a row that share a scale; `tile`: another
-    one than the card's."""
+    """Return the same as `fused_moe` for a single token. `groups`: see `_scale_group`. `tile`: another one than the
+    card's."""
     (experts, hidden, inner), top = down.shape, routing.expert_ids.shape[1]
     between, out = x.new_empty(top, inner), x.new_empty(1, hidden)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, out, None))
     for (source, weight, target, kind), bias, scale, group in zip(products, biases, scales, groups):
         size, depth = target.shape[1], weight.shape[2]
-        one = tile or one_token_tile(x.device, size if kind is None else top * 2 * size, depth, group)
-        options = {"num_warps": one.warps, "launch_pdl": pdl}
-        programs = cdiv(size, one.columns) if kind is None else top * cdiv(size, one.columns // 2)
+        rows = size if kind is None else top * 2 * size
+        chosen = tile or one_token_tile(x.device, rows, depth, group)
+        options = {"num_warps": chosen.warps, "launch_pdl": pdl}
+        programs = cdiv(size, chosen.columns) if kind is None else top * cdiv(size, chosen.columns // 2)
         _one_token[(programs,)](
             source, weight, bias, target if scale is None else scale, routing.weights, target, routing.expert_ids,
             size, depth,
-            EXPERTS=experts, TOP=top, BLOCK_N=one.columns, BLOCK_K=one.depth, EVEN=depth % one.depth == 0,
-            STAGES=one.stages, GROUP=group, KIND=kind, DIVIDED=routing.share < 1, PDL=pdl, **options,
+            EXPERTS=experts, TOP=top, BLOCK_N=chosen.columns, BLOCK_K=chosen.depth, EVEN=depth % chosen.depth == 0,
+            STAGES=chosen.stages, GROUP=group, KIND=kind, DIVIDED=routing.share < 1, PDL=pdl, **options,
         )  # fmt: skip
     return out
 

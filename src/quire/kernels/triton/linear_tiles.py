@@ -7,30 +7,28 @@ import torch
 from quire.kernels.triton.launch import power_of_2
 from quire.kernels.triton.tiles import Tile, card_tile
 
-# For FP8 weights and several rows, which only `batch_invariant_linear` uses: derived, and the same on every card. They
-# have one width for all numbers of rows: wide enough for a warp group to multiply together, which adds 8-bit numbers in
-# the same order as the tiles of many rows. (A single warp, as in narrow tiles, adds them in another order, and a row
-# would have other bits.)
 INVARIANT_FP8 = {
     "deep": Tile(32, 64, 256, 5, 4), "square": Tile(32, 64, 256, 5, 4), "middle": Tile(32, 64, 256, 4, 4),
     "tall": Tile(32, 64, 256, 4, 4, 1),
 }  # fmt: skip
+"""Tiles for FP8 weights and several rows, which only `batch_invariant_linear` uses. They were not measured, and are the
+same on every card and for all numbers of rows. They are so wide that a warp group multiplies together, which adds 8-bit
+numbers in the same order as the tiles of many rows. (A single warp, as in narrow tiles, adds them in another order, and
+a row would have other bits.)"""
 SCALE_GROUP = 128
 """Numbers of a row of an FP8 weight that share a scale, if the row has several."""
-
-
-# The largest weights (rows, depth) for which the tiles of 8 rows were measured. For larger ones, such as a rank's of
-# Llama-3-70B, the tiles of 16 rows are faster, by 5 to 30 % ("deep" weights and the head aside:
-# docs/measurements/h200_kernels_70b_tp2.json and tp4), because programs do not fill their last wave.
 MEASURED_LIMITS = {"square": (4096, 8192), "middle": (6144, 8192), "tall": (65536, 4096)}
+"""The largest weights [rows, depth] for which the tiles of 8 rows were measured. For larger ones, such as those of a
+rank of Llama-3-70B, the tiles of 16 rows are faster, by 5 to 30 %, because programs do not fill their last wave. "deep"
+weights and the head have no limit (docs/measurements/h200_kernels_70b_tp2.json and tp4)."""
 
 
 def few_rows_tile(device: torch.device, rows: int, size: int, depth: int, fp8: bool = False) -> Tile:
     """Return the tile for `rows` rows and a weight [size, depth]."""
     shape = _shape_class(size, depth, fp8)
     if not fp8 and 1 < rows <= 8:
-        most, deepest = MEASURED_LIMITS.get(shape, (size, depth))
-        rows = 16 if size > most or depth > deepest else rows
+        max_size, max_depth = MEASURED_LIMITS.get(shape, (size, depth))
+        rows = 16 if size > max_size or depth > max_depth else rows
     if fp8 and rows > 1:
         tile = INVARIANT_FP8[shape]
     else:
@@ -39,8 +37,8 @@ def few_rows_tile(device: torch.device, rows: int, size: int, depth: int, fp8: b
 
 
 def fp8_rows_tile(device: torch.device, rows: int, size: int, depth: int, groups: bool) -> Tile:
-    """Return the tile for a weight [size, depth] in FP8 and rows rounded to FP8. `groups`: each SCALE_GROUP numbers
-    have a scale, and each step of the sum has one of these, so that there are more and smaller steps."""
+    """Return the tile for `rows` rows rounded to FP8 and a weight [size, depth] in FP8. With `groups` each SCALE_GROUP
+    numbers of a row have a scale. A step of the sum then has one scale, so there are more and smaller steps."""
     tile = card_tile(device, f"linear/rounded/{_shape_class(size, depth, True)}", rows)
     if not groups:
         return tile._replace(depth=min(tile.depth, max(32, power_of_2(depth))))

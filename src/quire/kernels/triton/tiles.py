@@ -1,18 +1,18 @@
-"""Tiles of the kernels that the bandwidth of memory or the number of multiprocessors limits: a table for each card that
-was measured, in the folder `cards`. A card without one has the table of the nearest.
+"""Tiles of the kernels that the memory bandwidth or the number of multiprocessors limits: a table for each measured
+card, in the folder `cards`. A card without one uses the table of the nearest.
 
-`quire bench kernels --tune` measures a table. An entry is named family/format/shape/most: `most` is the most rows of x,
-or pairs of an expert on average, or programs of a multiprocessor, that have this tile ("more": any number).
+`quire bench kernels --tune` measures a table. An entry is named family/format/shape/most. Its tile is for numbers up to
+`most` ("more": any number), beyond the `most` of the entry before it:
 
-- linear: the weight of a linear layer, in the sizes of Llama-3-8B: down is "deep", o "square", qkv "middle", gate_up
+- linear, by the rows of x. Shapes are the weights of Llama-3-8B: down is "deep", o "square", qkv "middle", gate_up
   "tall", the head "vocabulary". Narrow tiles occupy every multiprocessor, wide ones read x less often. Formats: "half";
-  "fp8", one row; "rounded", FP8 weights and rows that are rounded to FP8 too.
-- experts, low_bit: "gated" has two weights, gate and up, "plain" one. "one_token/narrow", by the weight's columns: the
-  experts of a single token.
-- decode: attention with heads of up to this size.
+  "fp8", for one row; "rounded", FP8 weights and rows that are rounded to FP8 too.
+- experts, by the mean pairs of an expert; low_bit, by the rows of x or these pairs. "gated" has two weights, gate and
+  up, "plain" one. "one_token/narrow" is for the experts of a single token, by the weight's columns.
+- decode, by the programs of a multiprocessor: attention with heads of up to the size that is the shape.
 
-Tiles that decide about the bits of results are not here but in the kernels' modules, and the same on every card: those
-of --deterministic, whose rows must not depend on the number of rows, and of prompts.
+Tiles on which the bits of results depend are not here. They are in the kernels' modules and the same on every card:
+those of prompts, and those of --deterministic, where a row's bits must not depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ ENTRIES: dict[str, tuple[int, ...]] = {
     **{f"low_bit/half/{shape}": (8, 16, 32, 64, MORE) for shape in ("gated", "plain")},
     "decode/half/64": (2, MORE), "decode/half/128": (2, 9, MORE), "decode/half/256": (MORE,),
 }  # fmt: skip
-"""The entries of every table, without their `most`, and the values of it: they are those that a warm-up runs."""
+"""The entries of every table: name without `most` -> the values of `most`. A warm-up runs these numbers."""
 
 
 class Tile(NamedTuple):
-    """The tile of one program, and its launch options. A size that the shape gives is 0: a linear layer's one row needs
-    no tensor cores; attention has the queries of a head, and its size."""
+    """The tile of one program, and its launch options. A size that the kernel has no choice of is 0: `rows` of one row,
+    which is computed without tensor cores; `rows` and `depth` of attention, which are the queries and the size of a
+    head."""
 
     rows: int  # of x, or pairs of an expert
     columns: int  # of the result: rows of the weight, or tokens
@@ -58,8 +59,8 @@ class Tile(NamedTuple):
 
 
 class Card(NamedTuple):
-    """A GPU by its name, compute capability and bandwidth of memory, and its tiles, by entry without `most`, then by
-    `most`, ascending."""
+    """A GPU: its name, compute capability and memory bandwidth, and its tiles by entry without `most`, then by `most`,
+    ascending."""
 
     gpu: str
     capability: tuple[int, int]
@@ -68,13 +69,13 @@ class Card(NamedTuple):
 
 
 def card_tile(device: torch.device, entry: str, number: int) -> Tile:
-    """Return the tile of an entry, named without its `most`, for this number of rows, pairs or programs."""
+    """Return the tile of an entry, named without `most`, for `number` rows, pairs, columns or programs."""
     return next(tile for most, tile in measured_card(device).tiles[entry].items() if number <= most)
 
 
 @lru_cache
 def measured_card(device: torch.device) -> Card:
-    """Return the card whose tiles a GPU has; for a CPU, where kernels are interpreted, an H200."""
+    """Return the card whose tiles a GPU uses; for a CPU, where kernels are interpreted, an H200."""
     if device.type != "cuda":
         return next(card for card in shipped_cards() if card.gpu == "NVIDIA H200")
     return nearest(own_card(device), shipped_cards())
@@ -91,7 +92,8 @@ def own_card(device: torch.device) -> Card:
 
 
 def nearest(own: Card, cards: Sequence[Card]) -> Card:
-    """Return the card of the same name, else that whose compute capability, then bandwidth, is the nearest."""
+    """Return the card of the same name, else that of the nearest compute capability; among equal ones, that of the
+    nearest bandwidth."""
 
     def distance(card: Card) -> tuple[bool, int, float]:
         (major, minor), (own_major, own_minor) = card.capability, own.capability
@@ -108,7 +110,7 @@ def shipped_cards() -> tuple[Card, ...]:
 
 
 def read_card(path: Path) -> Card:
-    """Return the card of a file. Raise StartupError if that is malformed."""
+    """Return the card of a file. Raise StartupError if the file is malformed."""
     tiles: dict[str, dict[int, Tile]] = {}
     try:
         content = json.loads(path.read_text())
@@ -117,8 +119,8 @@ def read_card(path: Path) -> Card:
             entry, _, most = line["entry"].rpartition("/")
             tile = Tile(*(index(line.get(name, 0)) for name in Tile._fields))
             tiles.setdefault(entry, {})[MORE if most == "more" else int(most)] = tile
-            _check(entry, most, tile)
-        if {entry: tuple(several) for entry, several in tiles.items()} != ENTRIES:
+            _check_tile(entry, most, tile)
+        if {entry: tuple(by_most) for entry, by_most in tiles.items()} != ENTRIES:
             raise ValueError("entries are missing, unknown or not in order")
         if not 0 < float(bandwidth) < math.inf:
             raise ValueError(f"bytes_per_s is {bandwidth}: it is above 0")
@@ -130,8 +132,8 @@ def read_card(path: Path) -> Card:
         ) from error
 
 
-def _check(entry: str, most: str, tile: Tile) -> None:
-    """Raise ValueError if no program can have this tile."""
+def _check_tile(entry: str, most: str, tile: Tile) -> None:
+    """Raise ValueError if the entry's kernel cannot have this tile."""
     least = min(tile.columns, tile.stages, tile.warps, tile.prefetch + 1, tile.depth or entry.startswith("decode"))
     if least < 1 or any(size & (size - 1) for size in (*tile[:3], tile.warps)):
         raise ValueError(f"{entry}/{most} is {tile}: numbers are at least 1; sizes and warps are powers of two")
