@@ -116,6 +116,9 @@ def test_any_value_of_any_key(architecture: str, kind: str) -> None:
     config["layer_types"] = ["full_attention"] * shape.get("num_hidden_layers", 1)
     if architecture == "LlamaForCausalLM":
         config["kv_sharing"] = [None, 0, *[None] * (shape.get("num_hidden_layers", 1) - 2)]
+    if architecture == "Phi3ForCausalLM" and kind == "yarn":  # another name of LongRoPE there
+        factors = [1.0] * (config["hidden_size"] // config["num_attention_heads"] // 2)
+        config["rope_scaling"] |= {"short_factor": factors, "long_factor": factors}
     if architecture == "Mamba2ForCausalLM":
         config |= {key: shape[key] for key in ("num_heads", "head_dim", "state_size")}
     if architecture == "NemotronHForCausalLM":
