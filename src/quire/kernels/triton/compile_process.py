@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import pkgutil
 import select
@@ -34,9 +35,10 @@ from typing import Any, NoReturn
 VERSIONS = ("3.6", "3.7")
 """Versions of Triton whose `serialize_specialization_data`, `preload` and cache keys are those that are used here."""
 PACKAGE = "quire.kernels.triton"
-ANSWER_SECONDS = 60.0  # the longest wait for an answer, the server's imports and earlier requests included
+ANSWER_SECONDS = 180.0  # the longest wait for an answer, the server's imports and earlier requests included
 PROGRAM = f"from {__name__} import main; main()"
 STDIN, STDOUT, STDERR = 0, 1, 2
+log = logging.getLogger("quire.startup")
 
 
 class KernelCompiler:
@@ -114,6 +116,7 @@ class KernelCompiler:
         try:
             return answer.result(ANSWER_SECONDS)
         except TimeoutError:
+            log.warning("%s is not compiled after %.0f s: the engine compiles its kernels itself", name, ANSWER_SECONDS)
             self.close()
             return False
 
