@@ -47,9 +47,11 @@ def test_rows_are_the_cpus(name: str, dtype: torch.dtype, near: float, determini
     with torch.no_grad():  # what is small at first, so that each part counts
         for parameter in exact.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
-    encoder = build_encoder(settings, dtype, torch.device("cuda"))
-    encoder.load_state_dict(exact.state_dict())
+    encoder, rounded = (build_encoder(settings, dtype, torch.device(device)) for device in ("cuda", "cpu"))
+    for other in (encoder, rounded):
+        other.load_state_dict(exact.state_dict())
     exact.prepare()
+    rounded.prepare()
     encoder.prepare(deterministic)
     for size in ((700, 900), (90, 1300)):
         grid = settings.tiling.choose_grid(*size)
@@ -60,4 +62,6 @@ def test_rows_are_the_cpus(name: str, dtype: torch.dtype, near: float, determini
         want, got = encode_image(exact, pixels, grid, 8), encode_image(encoder, pixels.cuda(), grid, 8)
         assert got.dtype == dtype
         assert got.shape == want.shape == (settings.tiling.num_embeds(grid), WIDTH)
-        assert (got.float().cpu() - want).abs().max() <= near * want.abs().max()
+        # Gemma-4's scores of attention are not scaled down, so that rounding alone changes its rows by a tenth.
+        rounding = (encode_image(rounded, pixels, grid, 8).float() - want).abs().max()
+        assert (got.float().cpu() - want).abs().max() <= max(near * want.abs().max(), 1.5 * rounding)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.local_nodes import LocalNodes
 from quire import LLM, SamplingParams
@@ -27,6 +28,15 @@ SHAPE = {
     "hidden_size": HIDDEN, "intermediate_size": 4096, "num_hidden_layers": 3, "num_attention_heads": 16,
     "num_key_value_heads": 4, "vocab_size": 4100, "max_position_embeddings": 8192,
 }  # fmt: skip
+TRANSFORMERS_SHAPE = {
+    **SHAPE, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "initializer_range": 0.1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+TRANSFORMERS_CONFIGS: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 1000, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "gpt_neox": {},
+}
 SEEDS = range(24)
 DRAWN: dict[str, list[SamplingParams]] = {
     "greedy": [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True) for _ in SEEDS],
@@ -103,6 +113,15 @@ def test_ranks_with_whole_experts_say_what_one_says(settings: dict[str, Any], tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     two = generate_all(tmp_path, tp=2, expert_parallel=True, **settings)
     compared(generate_all(tmp_path, **settings), two, spared=2)
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS_CONFIGS)
+def test_ranks_of_transformers_models_say_what_one_says(family: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(family, **TRANSFORMERS_SHAPE, **TRANSFORMERS_CONFIGS[family])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    one, two = (generate_all(tmp_path, dummy_weights=False, tp=ranks) for ranks in (1, 2))
+    compared(one, two, spared=2)
 
 
 class NodesOfTwoHosts(LocalNodes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,7 @@ from quire.weights.low_bit import choose_formats
 from quire.weights.tensor_slices import parameter_shards, zero_padding
 
 if TYPE_CHECKING:
-    from quire.kernels.cpu.low_bit_linear import LowBitFormat
+    from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight
     from quire.models import Model
 
 STD = 0.02
@@ -72,7 +72,8 @@ def fill_dummy_weights(
             elif f"{path}.{name}" in formats:
                 assert isinstance(scheme, LowBitScheme), "formats are a scheme's"
                 kinds, sizes = formats[f"{path}.{name}"], sources[f"{path}.{name}"].rows
-                at = _fill_low_bit(model, f"{path}.{name}", kinds, sizes, scheme, noise, at)
+                _fill_low_bit(model, f"{path}.{name}", kinds, sizes, scheme, noise, at)
+                at = (at + _num_noise_values(full_module, name, full_parameter)) % len(noise)
             else:
                 source = products if all(fp8.get(f"{path}.{name}", (False,))) else noise
                 if (scales := get_scale(model, f"{path}.{name}")) is not None:
@@ -101,22 +102,26 @@ def _num_noise_values(module: torch.nn.Module, name: str, parameter: Tensor) -> 
 def _fill_low_bit(
     model: Model, name: str, formats: tuple[LowBitFormat, ...], sizes: tuple[int, ...], scheme: LowBitScheme,
     noise: Tensor, offset: int,
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     """Fill a low-bit weight, or one with the same values in the model's dtype, as `_fill_shard` does. Its parts have
-    these `formats` and `sizes`."""
+    these `formats` and `sizes`. The numbers of one that stays in few bits are made when its layer is prepared."""
     parameter, layer = model.get_parameter(name), low_bit.low_bit_layers(model)[name]
     shards = ParameterShards(layer.row_shards, layer.column_shard if layer.column_shard.is_sharded else None)
-    numbers = torch.zeros(parameter.shape, dtype=noise.dtype, device=noise.device)
-    offset = _fill_shard(numbers, shards, noise, offset)
-    pieces = (torch.split(whole, list(sizes)) for whole in (parameter.data, numbers))
-    for part, (rows, values) in enumerate(zip(*pieces)):
-        if not len(rows):  # an expert of another rank
-            continue
-        quantize = partial(low_bit.quantize, values, formats[part])
+
+    @cache
+    def split_values() -> tuple[Tensor, ...]:
+        numbers = torch.zeros(parameter.shape, dtype=noise.dtype, device=noise.device)
+        _fill_shard(numbers, shards, noise, offset)
+        return torch.split(numbers, list(sizes))
+
+    def make_part(part: int) -> LowBitWeight:
         if scheme.stored in ("awq", "gptq"):
-            quantize = partial(quantize_groups, values, scheme)
-        low_bit.set_rows(rows, layer, part, quantize)
-    return offset
+            return quantize_groups(split_values()[part], scheme)
+        return low_bit.quantize(split_values()[part], formats[part])
+
+    for part, rows in enumerate(torch.split(parameter.data, list(sizes))):
+        if len(rows):  # else an expert of another rank
+            low_bit.set_rows(rows, layer, part, partial(make_part, part))
 
 
 def _fill_from(flat: Tensor, noise: Tensor, offset: int) -> int:

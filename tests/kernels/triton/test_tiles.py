@@ -44,13 +44,13 @@ ROUNDED_ROWS = {
 # For gate and up, and for another weight, by the mean number of pairs.
 EXPERTS = {
     True: [(16, 32, 128, 4, 2), (32, 64, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 4, 8), (128, 128, 64, 4, 8)],
-    False: [(16, 64, 128, 3, 4), (32, 64, 64, 4, 4), (64, 128, 64, 4, 8), (64, 128, 64, 4, 8), (256, 128, 64, 4, 8)],
+    False: [(16, 64, 128, 3, 4), (32, 64, 64, 4, 4), (32, 128, 64, 4, 4), (128, 256, 64, 4, 8), (256, 128, 64, 4, 8)],
 }
 LOW_BIT = {
-    True: [(8, 64, 256, 3, 4), (16, 32, 256, 4, 2), (32, 64, 128, 4, 4), (128, 64, 128, 3, 4), (128, 64, 128, 3, 4)],
-    False: [(8, 32, 256, 4, 1), (16, 32, 256, 4, 2), (32, 64, 128, 4, 4), (128, 64, 128, 3, 4), (128, 64, 128, 3, 4)],
+    True: [(8, 64, 256, 4, 4), (16, 32, 256, 4, 2), (32, 64, 128, 3, 4), (128, 64, 128, 3, 4), (128, 64, 128, 3, 4)],
+    False: [(8, 32, 256, 4, 1), (16, 64, 256, 4, 2), (32, 64, 128, 4, 4), (128, 64, 128, 3, 4), (128, 64, 128, 3, 4)],
 }
-ONE_TOKEN = {768: (8, 1024, 3, 4, 0), 2048: (8, 1024, 3, 4, 0), 2880: (8, 512, 3, 4, 0), 14336: (8, 512, 3, 4, 3)}
+ONE_TOKEN = {768: (4, 1024, 3, 4, 0), 2048: (4, 1024, 3, 4, 0), 2880: (8, 1024, 4, 4, 0), 14336: (8, 512, 3, 4, 3)}
 # Tokens, stages and warps by the size of a head and the programs of 132 multiprocessors.
 DECODE = {
     (64, 264): (128, 4, 2), (64, 265): (128, 3, 2), (128, 264): (64, 4, 2), (128, 265): (64, 3, 2),
@@ -148,7 +148,9 @@ def test_malformed_tables_are_refused(tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=message):
             read_card(path)
     for bandwidth in (0, -1, math.nan, math.inf):
-        path.write_text(content.replace("4800000000000.0", json.dumps(bandwidth)))
+        document = json.loads(content)
+        document["card"]["bytes_per_s"] = bandwidth
+        path.write_text(json.dumps(document))
         with pytest.raises(StartupError, match="bytes_per_s is"):
             read_card(path)
     for text in ("", "[]", "{}", '{"card": {"gpu": "x", "capability": 9, "bytes_per_s": 1}}', content[:-20]):

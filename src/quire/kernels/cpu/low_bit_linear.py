@@ -127,7 +127,10 @@ class LowBitWeight(NamedTuple):
         """Return the weight in fp32 [rows, columns]."""
         rows, columns = self.numbers.shape
         scale, least = self.scales()
-        numbers = E2M1_DOUBLED[self.numbers.long()] if self.form.is_e2m1 else self.numbers.float() - self.form.zero
+        if self.form.is_e2m1:
+            numbers = E2M1_DOUBLED.to(self.numbers.device)[self.numbers.long()]
+        else:
+            numbers = self.numbers.float() - self.form.zero
         values = numbers.view(rows, -1, self.form.group) * scale[:, :, None]
         return (values if least is None else values + least[:, :, None]).view(rows, columns)
 
