@@ -258,9 +258,10 @@ def mixtures() -> None:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
 
 
-def low_bit_matrix(rows: int, columns: int) -> low_bit.LowBitMatrix:
-    codes = zeros(columns // (4 * low_bit.GPU_WIDTH), rows, low_bit.GPU_WIDTH, dtype=torch.int16)
-    return low_bit.LowBitMatrix(codes, zeros(columns // 128, rows, dtype=torch.int32), "zeros", 4, 128, columns)
+def low_bit_matrix(rows: int, columns: int, kind: str = "zeros") -> low_bit.LowBitMatrix:
+    steps, group = -(-columns // (4 * low_bit.GPU_WIDTH)), 32 if kind == "e2m1" else 128
+    codes = zeros(steps, rows, low_bit.GPU_WIDTH, dtype=torch.int16)
+    return low_bit.LowBitMatrix(codes, zeros(steps, rows, dtype=torch.int32), kind, 4, group, columns)
 
 
 def in_few_bits() -> None:
@@ -274,6 +275,10 @@ def in_few_bits() -> None:
     for tokens in (1, 512):
         routing = fused_moe.route(zeros(tokens, 16), 2, False, pdl=PDL)
         low_bit.low_bit_moe(zeros(tokens, 4096), routing, *matrices, "silu", pdl=PDL)
+    routing = fused_moe.route(zeros(1, 16), 2, False, False, own=range(8), pdl=PDL)
+    gate_up, down = made(8 * 5760, 2880, "e2m1"), made(8 * 2880, 2880, "e2m1")
+    biases = zeros(8 * 5760), zeros(8 * 2880)
+    low_bit.low_bit_moe(zeros(1, 2880), routing, gate_up, down, "clamped_swiglu", biases, pdl=PDL)
 
 
 def in_fp8() -> None:

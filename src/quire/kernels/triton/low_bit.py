@@ -1,8 +1,9 @@
 """Products with weights in few bits: linear layers, and mixtures of experts (see `fused_moe`).
 
 A program expands some rows of the weight in registers, step by step, and multiplies them as `W x^T` on the tensor cores
-with the rows of x as the narrow side. So the weight is read from memory in few bits. Many rows of x are multiplied by
-the library, with a weight that is expanded for the time of the product.
+with the rows of x as the narrow side. So the weight is read from memory in few bits. A single row of x has its own
+kernel (`_one_row`), whose warps take different steps. Many rows of x are multiplied by the library, with a weight that
+is expanded for the time of the product.
 
 A weight's number is code * scale + shift, in fp32. Either this number is rounded to x's dtype and multiplied
 (`_expand_part`), or the codes are multiplied as whole numbers, and the sum over a group is scaled (`_whole_part`).
@@ -41,6 +42,8 @@ ways, until there are SPLIT_PROGRAMS programs. With tiles of more than 16 rows o
 splits takes time too."""
 MAX_WHOLE = tl.constexpr(32)
 """The most rows of x of a tile that multiplies codes of 4 bits as whole numbers (see `_whole_part`)."""
+NARROW, LINES = tl.constexpr(8), tl.constexpr(16)
+"""The fewest rows of x, and of a weight, that the tensor cores multiply."""
 
 
 def _ptx(*lines: str) -> tl.constexpr:
@@ -59,19 +62,23 @@ def _whole_ptx(one: str) -> list[tl.constexpr]:
     return [_ptx(f"mov.b32 one, {one}", _shifted("a", -4 * part), merged) for part in range(4)]
 
 
-def _e2m1_ptx(part: int) -> tl.constexpr:
-    """Return the PTX of `_expand_part` for a part of MXFP4 in bf16. The code's sign, exponent and mantissa, moved to
-    where bf16 has them, are 2^-126 times the number; $2 has the scale."""
-    return _ptx(
-        _shifted("a", 6 - 4 * part), "and.b32 a, a, 0x01c001c0", _shifted("b", 12 - 4 * part),
-        "mov.b32 one, 0x80008000", "lop3.b32 a, b, one, a, 0xEA", "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b",
-        "mul.rn.bf16x2 $0, a, $2",
-    )  # fmt: skip
+def _e2m1_ptx(part: int, scaled: bool) -> tl.constexpr:
+    """Return the PTX of `_expand_part` for a part of MXFP4 in bf16, if `scaled`, else that of `_whole_part`. The code's
+    sign, exponent and mantissa, moved to where bf16 has them, are 2^-126 times the number; $2 has the scale."""
+    moved = [_shifted("a", 6 - 4 * part), "and.b32 a, a, 0x01c001c0", _shifted("b", 12 - 4 * part)]
+    moved += ["mov.b32 one, 0x80008000", "lop3.b32 a, b, one, a, 0xEA"]
+    if part < 3:  # a product moves both: 0x1040 is 1 << 6 | 1 << 12
+        moved = [_shifted("a", -8 * (part // 2)), f"and.b32 a, a, {0x000F000F << 4 * (part % 2):#010x}"]
+        moved += [f"mul.lo.u32 a, a, {0x1040 >> 4 * (part % 2):#x}", "and.b32 a, a, 0x81c081c0"]
+    if not scaled:
+        return _ptx(*moved, "mov.b32 $0, a")
+    return _ptx(*moved, "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b", "mul.rn.bf16x2 $0, a, $2")
 
 
 _W0, _W1, _W2, _W3 = _whole_ptx("0x43004300")
 _H0, _H1, _H2, _H3 = _whole_ptx("0x64006400")
-_E0, _E1, _E2, _E3 = map(_e2m1_ptx, range(4))
+_E0, _E1, _E2, _E3 = (_e2m1_ptx(part, True) for part in range(4))
+_M0, _M1, _M2, _M3 = (_e2m1_ptx(part, False) for part in range(4))
 
 
 class LowBitMatrix(NamedTuple):
@@ -171,7 +178,7 @@ def _load_scale(
     PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return the scales and shifts of a step's part for the weight rows `line` [N], in fp32: [N], or [N, WIDTH] if
-    SCALES is "halves"."""
+    SCALES is "halves". With steps [S, 1] and rows [1, N] they are [S, N], or [S, N, WIDTH]."""
     PARTS: tl.constexpr = 16 // BITS
     if SCALES == "e2m1":
         word = tl.load(scales + step * lines + line)
@@ -181,7 +188,7 @@ def _load_scale(
         word, unit = tl.load(scales + step * 2 * lines + line), tl.load(scales + (step * 2 + 1) * lines + line)
         first = (word << (24 - 16 * PART) >> 24).to(tl.float32) * _half(unit, False)
         second = (word << (16 - 16 * PART) >> 24).to(tl.float32) * _half(unit, False)
-        scale = tl.where((tl.arange(0, WIDTH) < WIDTH // 2)[None, :], first[:, None], second[:, None])
+        scale = tl.where(tl.arange(0, WIDTH) < WIDTH // 2, tl.expand_dims(first, -1), tl.expand_dims(second, -1))
         shift = -32 * scale
     elif SCALES == "superblocks":
         words = scales + step * (PARTS // 2 + 1) * lines + line
@@ -200,10 +207,16 @@ def _load_scale(
 
 
 @triton.jit
-def _whole_part(codes, like, PART: tl.constexpr):
-    """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, [N, WIDTH]. Two of them
-    take two instructions. The caller scales the sums of a group."""
-    if like.dtype == tl.bfloat16:
+def _whole_part(codes, like, PART: tl.constexpr, E2M1: tl.constexpr):
+    """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, in the shape of `codes`.
+    Two of them take two instructions, of MXFP4 three or four; these numbers are divided by `_unit`. The caller scales
+    the sums of a group."""
+    if E2M1 and like.dtype == tl.bfloat16:
+        moved: tl.constexpr = _M0 if PART == 0 else _M1 if PART == 1 else _M2 if PART == 2 else _M3
+        whole = tl.inline_asm_elementwise(moved, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif E2M1:
+        whole = _e2m1(codes, PART).to(like.dtype)
+    elif like.dtype == tl.bfloat16:
         text: tl.constexpr = _W0 if PART == 0 else _W1 if PART == 1 else _W2 if PART == 2 else _W3
         whole = tl.inline_asm_elementwise(text, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
     elif like.dtype == tl.float16:
@@ -215,6 +228,14 @@ def _whole_part(codes, like, PART: tl.constexpr):
 
 
 @triton.jit
+def _e2m1(codes, PART: tl.constexpr):
+    """Return the numbers of a part of MXFP4 without their scales, in fp32."""
+    wide = codes.to(tl.int32)
+    bits = (wide << (22 - 4 * PART) & 0x01C00000) | (wide << (28 - 4 * PART) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
 def _base(like):
     """Return what `_whole_part` adds to a code."""
     base: tl.constexpr = 128.0 if like.dtype == tl.bfloat16 else 1024.0 if like.dtype == tl.float16 else 0.0
@@ -222,10 +243,20 @@ def _base(like):
 
 
 @triton.jit
+def _unit(dtype: tl.constexpr):
+    """Return the power of two that divides the numbers of `_whole_part` of MXFP4: its square root, with which x is
+    multiplied first, lest small sums are rounded as subnormal numbers."""
+    unit: tl.constexpr = 9.223372036854775808e18 if dtype == tl.bfloat16 else 1.0  # 2^63
+    return unit
+
+
+@triton.jit
 def _add_scaled(acc, piece, sums, scale, shift):
-    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]."""
-    acc = tl.fma(piece, tl.broadcast_to(scale[:, None], acc.shape), acc)
-    return tl.fma(sums, tl.broadcast_to(shift[:, None], acc.shape), acc)
+    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]. Without `sums` there is no shift."""
+    acc = tl.fma(piece, tl.broadcast_to(tl.expand_dims(scale, -1), acc.shape), acc)
+    if sums is not None:
+        acc = tl.fma(sums, tl.broadcast_to(tl.expand_dims(shift, -1), acc.shape), acc)
+    return acc
 
 
 @triton.jit
@@ -234,22 +265,20 @@ def _expand_part(
 ):  # fmt: skip
     """Return the numbers of a part, [N, WIDTH], from `codes` int16 [N, WIDTH] and their scales and shifts."""
     if SCALES != "halves":
-        scale, shift = scale[:, None], shift[:, None]
+        scale, shift = tl.expand_dims(scale, -1), tl.expand_dims(shift, -1)
     if SCALES == "e2m1" and dtype == tl.bfloat16:
         high = scale.to(tl.int32, bitcast=True) >> 16
         twice = tl.broadcast_to(high | high << 16, codes.shape)
         text: tl.constexpr = _E0 if PART == 0 else _E1 if PART == 1 else _E2 if PART == 2 else _E3
         return tl.inline_asm_elementwise(text, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
-    wide = codes.to(tl.int32)
     if SCALES == "e2m1":
-        bits = (wide << (22 - 4 * PART) & 0x01C00000) | (wide << (28 - 4 * PART) & -0x80000000)
-        numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
+        numbers = _e2m1(codes, PART) * scale
     else:
         # base + code: the code is put at the place of the mantissa of `base` that is worth 1.
         place: tl.constexpr = 16 if BITS == 4 else 15
         base: tl.constexpr = 128.0 if BITS == 4 else 256.0
         one: tl.constexpr = 0x43000000 if BITS == 4 else 0x43800000
-        bits = (wide << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | one
+        bits = (codes.to(tl.int32) << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | one
         numbers = bits.to(tl.float32, bitcast=True) * scale + (shift - base * scale)
     return numbers.to(dtype)
 
@@ -260,22 +289,35 @@ def _add_step(
     BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, other) [N, M] with the products of a step's columns added. `other` is of the weight rows `away`
-    after acc's, if TWO; else it is unchanged."""
+    after acc's, if TWO; else it is unchanged.
+
+    For one row of x there are several steps, [S, N], which may lie after the last one, and rows [1, N]. acc is
+    [S, N, M], and `real` [S, M] has the steps of inputs. The sums of MXFP4 are then divided by `_unit`."""
     PARTS: tl.constexpr = 16 // BITS
     COLUMNS: tl.constexpr = PARTS * WIDTH
-    WHOLE: tl.constexpr = BITS == 4 and SCALES != "e2m1" and acc.shape[1] <= MAX_WHOLE
+    ONE_ROW: tl.constexpr = len(acc.shape) == 3
+    E2M1: tl.constexpr = SCALES == "e2m1"
+    WHOLE: tl.constexpr = BITS == 4 and (ONE_ROW or not E2M1) and acc.shape[len(acc.shape) - 1] <= MAX_WHOLE
     k = tl.arange(0, WIDTH)
-    here = codes + (line + step * lines)[:, None] * WIDTH + k[None, :]
+    if ONE_ROW:
+        first = k[:, None] + real[:, None, :] * COLUMNS
+        if not EVEN:
+            step = tl.minimum(step, tl.cdiv(depth, COLUMNS) - 1)
+    else:
+        first = (k + step * COLUMNS)[:, None]
+    here = codes + tl.expand_dims(line + step * lines, -1) * WIDTH + k
     h = tl.load(here)
     h_other = h
     if TWO:
         h_other = tl.load(here + away * WIDTH)
     for part in tl.static_range(PARTS):
-        column = step * COLUMNS + part * WIDTH + k
-        inside = real[None, :]
+        column = first + part * WIDTH
+        inside = None if ONE_ROW else real[None, :]
         if not EVEN:
-            inside = inside & (column < depth)[:, None]
-        v = tl.load(inputs + column[:, None], mask=inside, other=0.0)
+            inside = column < depth if ONE_ROW else inside & (column < depth)
+        v = tl.load(inputs + column, mask=inside, other=None if inside is None else 0.0)
+        if E2M1 and WHOLE:
+            v *= _unit(v.dtype)
         if part * WIDTH % GROUP == 0 or SCALES == "halves":
             scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, EVEN)
             scale_other, shift_other = scale, shift
@@ -283,13 +325,14 @@ def _add_step(
                 scale_other, shift_other = _load_scale(
                     scales, step, line + away, lines, depth, part, BITS, GROUP, SCALES, EVEN
                 )
-            piece, piece_other, sums = tl.zeros_like(acc), tl.zeros_like(acc), tl.zeros_like(acc)
+            piece, piece_other = tl.zeros_like(acc), tl.zeros_like(acc)
+            sums = None if E2M1 else tl.zeros_like(acc)
         if WHOLE:
-            ones = tl.full((acc.shape[0], WIDTH), 1.0, v.dtype)
-            sums = tl.dot(ones, v, sums, input_precision="ieee")
-            piece = tl.dot(_whole_part(h, v, part), v, piece, input_precision="ieee")
+            if not E2M1:
+                sums = tl.dot(tl.full(h.shape, 1.0, v.dtype), v, sums, input_precision="ieee")
+            piece = tl.dot(_whole_part(h, v, part, E2M1), v, piece, input_precision="ieee")
             if TWO:
-                piece_other = tl.dot(_whole_part(h_other, v, part), v, piece_other, input_precision="ieee")
+                piece_other = tl.dot(_whole_part(h_other, v, part, E2M1), v, piece_other, input_precision="ieee")
             if (part + 1) * WIDTH % GROUP == 0 or part == PARTS - 1:
                 acc = _add_scaled(acc, piece, sums, scale, shift - _base(v) * scale)
                 if TWO:
@@ -312,8 +355,8 @@ def _product(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Do the same as `fused_moe`'s kernel of experts. If EXPERTS is 0, this is a linear layer, each of whose rows is a
-    pair. Without `counts`, `pairs` has the experts of a single token. `lines`: the weight's rows. UNROLL divides the
-    steps of a row. With SPLITS a program takes some of the steps: out [rows, SPLITS, size]."""
+    pair. `lines`: the weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the steps:
+    out [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -324,10 +367,6 @@ def _product(
     if EXPERTS == 0:
         pair, expert = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), 0
         real = pair < tokens
-    elif counts is None:  # one token: each of its pairs is a tile
-        rank = tl.arange(0, BLOCK_M)
-        expert, pair, real = tl.load(pairs + tile).to(tl.int32), tile.to(tl.int64) + rank, rank == 0
-        expert = tl.where(expert < 0, EXPERTS, expert)
     else:
         expert, pair, real = find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
     if expert < EXPERTS or EXPERTS == 0:
@@ -360,6 +399,86 @@ def _product(
             acc *= tl.load(shares + pair, mask=real, other=0.0)[None, :]
         place = out + (pair * SPLITS + split)[None, :] * size + n[:, None]
         tl.store(place, acc.to(out.dtype.element_ty), mask=(n < size)[:, None] & real[None, :])
+
+
+@triton.jit
+def _row_sums(
+    x, codes, scales, rows, lines, away, depth,
+    STEPS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
+    TWO: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the products [N] of a row of x and the weight rows `rows` [N], and, if TWO, of those `away` after them.
+
+    STEPS steps are multiplied at a time, most of them as a batch. If there are fewer than LINES rows, they have
+    BESIDE steps each to fill the tensor cores. The product has a column for each of these; the others are dropped."""
+    BESIDE: tl.constexpr = max(LINES // rows.shape[0], 1)
+    N: tl.constexpr = BESIDE * rows.shape[0]
+    line = tl.reshape(tl.broadcast_to(rows[None, :], (BESIDE, rows.shape[0])), (1, N))
+    batch, column = tl.arange(0, STEPS // BESIDE)[:, None] * BESIDE, tl.arange(0, NARROW)[None, :]
+    beside = tl.arange(0, N)[None, :] // rows.shape[0]
+    acc = tl.zeros((STEPS // BESIDE, N, NARROW), tl.float32)
+    other = tl.zeros((STEPS // BESIDE, N, NARROW), tl.float32)
+    for turn in tl.range(0, tl.cdiv(depth, STEPS * (16 // BITS) * WIDTH), num_stages=STAGES):
+        step = turn * STEPS + batch
+        acc, other = _add_step(
+            acc, other, codes, scales, step + beside, line, lines, away, x, step + column % BESIDE, depth,
+            BITS, GROUP, SCALES, TWO, EVEN,
+        )  # fmt: skip
+    kept = beside[:, :, None] == column[:, None, :]
+    return _sum_steps(acc, kept, x, SCALES, rows.shape[0]), _sum_steps(other, kept, x, SCALES, rows.shape[0])
+
+
+@triton.jit
+def _sum_steps(acc, kept, x, SCALES: tl.constexpr, ROWS: tl.constexpr):
+    """Return the sums [ROWS] of the numbers of acc [S, N, M] that are `kept`."""
+    unit: tl.constexpr = _unit(x.dtype.element_ty) if SCALES == "e2m1" else 1.0
+    sums = tl.sum(tl.sum(tl.where(kept, acc * unit, 0.0), axis=2), axis=0)
+    return tl.sum(tl.reshape(sums, (acc.shape[1] // ROWS, ROWS)), axis=0)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["chosen"])
+def _one_row(
+    x, codes, scales, bias, shares, out, chosen, size, lines, depth,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+    DIVIDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Do the same as `fused_moe`'s kernel of one token, for some weight rows. If EXPERTS is 0, this is a linear layer,
+    and TOP is 1."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    TWO: tl.constexpr = KIND is not None
+    across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
+    n = index % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, total = tl.minimum(n, size - 1).to(tl.int64), tl.zeros((BLOCK_N,), tl.float32)
+    for rank in tl.range(0, 1 if TWO else TOP, flatten=True):
+        pair, expert = index // across + rank, 0  # without a KIND the index is less than `across`
+        if EXPERTS > 0:
+            expert = tl.load(chosen + pair)
+        if not DIVIDED or expert >= 0:
+            line, source = rows, x
+            if EXPERTS > 0:
+                line += expert * (2 * size if TWO else size)
+            if not TWO:
+                source += pair * depth
+            acc, other = _row_sums(
+                source, codes, scales, line, lines, size, depth, STEPS, BITS, GROUP, SCALES, EVEN, TWO, STAGES
+            )
+            if bias is not None:
+                acc += tl.load(bias + line).to(tl.float32)
+                if TWO:
+                    other += tl.load(bias + line + size).to(tl.float32)
+            if TWO:
+                acc = activate_gated(acc, other, KIND)
+            elif EXPERTS > 0:
+                acc *= tl.load(shares + pair)
+            total += acc
+    place = out + n
+    if TWO:
+        place += index // across * size
+    tl.store(place, total.to(out.dtype.element_ty), mask=n < size)
 
 
 @fast_launch
@@ -421,6 +540,8 @@ def low_bit_linear(
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
     size = size if kind is None else size // 2
     tile = tile or choose_tile(rows, x, weight, kind is not None, deterministic)
+    if tile.rows == 0:
+        return launch_one_row(x, weight, bias, x.new_empty(1, size), None, tile, kind, pdl)
     programs = SPLIT_PROGRAMS * 16 // max(tile.rows, 16)
     splits = min(MAX_SPLITS, power_of_2(cdiv(programs, cdiv(size, tile.columns))))
     splits = splits if kind is None and not deterministic else 1
@@ -460,13 +581,20 @@ def low_bit_moe(
     hidden, inner]."""
     (tokens, hidden), top = x.shape, routing.expert_ids.shape[1]
     experts = down.rows // hidden
-    assert routing.counts is not None or tokens == 1, "several tokens need lists"
     assert x.stride(1) == 1, "rows are contiguous"
     pairs, inner = tokens * top, down.columns
-    between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
+    between = x.new_empty(pairs, inner)
+    if tokens == 1 and not deterministic:
+        tiles = [choose_tile(1, x, weight, gated, False) for weight, gated in ((gate_up, True), (down, False))]
+        kind, out = ACTIVATIONS[activation], torch.empty_like(x)
+        launch_one_row(x, gate_up, biases[0], between, routing, tiles[0], kind, pdl, experts)
+        return launch_one_row(between, down, biases[1], out, routing, tiles[1], None, pdl, experts)
+    assert routing.counts is not None, "several tokens need lists"
+    parts = x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
-        tile = choose_tile(cdiv(int(pairs * routing.share), experts), x, weight, kind is not None, deterministic)
+        mean = max(cdiv(int(pairs * routing.share), experts), 2)
+        tile = choose_tile(mean, x, weight, kind is not None, deterministic)
         launch(source, weight, bias, target, routing, tokens, tile, kind, pdl, experts=experts)
     return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
 
@@ -478,15 +606,12 @@ def launch(
     """Launch `_product` for the experts of `routing` or, without it, for a linear layer."""
     top, shares, counts, pairs = 1, out, out, out  # the kernel of a linear layer reads none of these tensors
     if routing is not None:
-        top, shares, counts = routing.expert_ids.shape[1], routing.weights, routing.counts
-        pairs = routing.expert_ids if routing.pairs is None else routing.pairs
+        top, shares, counts, pairs = routing.expert_ids.shape[1], routing.weights, routing.counts, routing.pairs
     size, columns = out.shape[1], 16 // weight.bits * GPU_WIDTH
     steps, unroll = len(weight.codes), max(tile.depth // columns, 1)
     while steps % unroll:
         unroll //= 2
-    tiles = cdiv(tokens, tile.rows)
-    if experts:
-        tiles = top if counts is None else min(len(out), len(out) // tile.rows + experts)
+    tiles = min(len(out), len(out) // tile.rows + experts) if experts else cdiv(tokens, tile.rows)
     options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
     _product[(tiles * cdiv(size, tile.columns), splits)](
         x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
@@ -498,10 +623,32 @@ def launch(
     )  # fmt: skip
 
 
+def launch_one_row(
+    x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing | None, tile: Tile,
+    kind: str | None, pdl: bool, experts: int = 0,
+) -> Tensor:  # fmt: skip
+    """Launch `_one_row` for the experts of a single token or, without `routing`, for a linear layer. Return `out`: of
+    experts with a `kind` it is [top, size], else [1, size]."""
+    top, shares, chosen, divided = 1, out, out, False  # the kernel of a linear layer reads none of these tensors
+    if routing is not None:
+        top, shares, chosen = routing.expert_ids.shape[1], routing.weights, routing.expert_ids
+        divided = routing.share < 1
+    size, columns = out.shape[1], 16 // weight.bits * GPU_WIDTH
+    steps = max(tile.depth // columns, 1)
+    options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
+    _one_row[(len(out) * cdiv(size, tile.columns),)](
+        x, weight.codes, weight.scales, bias, shares, out, chosen, size, weight.rows, weight.columns,
+        EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, STEPS=steps, BITS=weight.bits, GROUP=weight.group,
+        SCALES=weight.kind, EVEN=weight.columns % (steps * columns) == 0, STAGES=tile.stages, KIND=kind,
+        DIVIDED=divided, PDL=pdl, **options,
+    )  # fmt: skip
+    return out
+
+
 def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> Tile:
     """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs. It has as many stages as fit
-    in shared memory."""
+    in shared memory. A tile of 0 rows is for `_one_row`."""
     tile = ONE_TILE if deterministic else card_tile(x.device, f"low_bit/half/{'gated' if gated else 'plain'}", rows)
-    bits = (1 + gated) * tile.columns * weight.bits + tile.rows * 8 * x.element_size()
+    bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, NARROW.value) * 8 * x.element_size()
     stage = bits * tile.depth // 8
     return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
