@@ -46,33 +46,28 @@ NARROW, LINES = tl.constexpr(8), tl.constexpr(16)
 """The fewest rows of x, and of a weight, that the tensor cores multiply."""
 
 
-def _ptx(*lines: str) -> tl.constexpr:
-    """Return PTX that turns the two codes in register $1 into two 16-bit numbers in $0."""
-    return tl.constexpr("{ .reg .b32 a, b, one; " + " ".join(f"{line};" for line in lines) + " }")
-
-
-def _shifted(result: str, left: int) -> str:
-    """Return the instruction that shifts $1 by `left` bits, to the right if negative."""
-    return f"shl.b32 {result}, $1, {left}" if left >= 0 else f"shr.u32 {result}, $1, {-left}"
+def _ptx(right: int, *lines: str) -> tl.constexpr:
+    """Return PTX that turns the two codes in register $1 into two 16-bit numbers in $0. Register a has the codes, moved
+    `right` by so many bits."""
+    text = "; ".join((f"shr.u32 a, $1, {right}", *lines))
+    return tl.constexpr("{ .reg .b32 a, one; " + text + "; }")
 
 
 def _whole_ptx(one: str) -> list[tl.constexpr]:
     """Return the PTX of `_whole_part` for each part. `one`: two numbers whose last bit is worth 1."""
-    merged = "lop3.b32 $0, a, 0x000f000f, one, 0xEA"  # a & mask | one
-    return [_ptx(f"mov.b32 one, {one}", _shifted("a", -4 * part), merged) for part in range(4)]
+    merged = f"mov.b32 one, {one}", "lop3.b32 $0, a, 0x000f000f, one, 0xEA"  # a & mask | one
+    return [_ptx(4 * part, *merged) for part in range(4)]
 
 
 def _e2m1_ptx(part: int, scaled: bool) -> tl.constexpr:
     """Return the PTX of `_expand_part` for a part of MXFP4 in bf16, if `scaled`, else that of `_whole_part`. The code's
     sign, exponent and mantissa, moved to where bf16 has them, are 2^-126 times the number; $2 has the scale."""
-    moved = [_shifted("a", 6 - 4 * part), "and.b32 a, a, 0x01c001c0", _shifted("b", 12 - 4 * part)]
-    moved += ["mov.b32 one, 0x80008000", "lop3.b32 a, b, one, a, 0xEA"]
-    if part < 3:  # a product moves both: 0x1040 is 1 << 6 | 1 << 12
-        moved = [_shifted("a", -8 * (part // 2)), f"and.b32 a, a, {0x000F000F << 4 * (part % 2):#010x}"]
-        moved += [f"mul.lo.u32 a, a, {0x1040 >> 4 * (part % 2):#x}", "and.b32 a, a, 0x81c081c0"]
-    if not scaled:
-        return _ptx(*moved, "mov.b32 $0, a")
-    return _ptx(*moved, "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b", "mul.rn.bf16x2 $0, a, $2")
+    by = 4 * (part % 2)  # a product moves the sign and the rest: 0x1040 is 1 << 6 | 1 << 12
+    lines = [f"and.b32 a, a, {0x000F000F << by:#x}", f"mul.lo.u32 a, a, {0x1040 >> by:#x}"]
+    if scaled:
+        lines += ["and.b32 a, a, 0x81c081c0", "mov.b32 one, 0x7e807e80", "mul.rn.bf16x2 a, a, one"]
+        return _ptx(4 * part - by, *lines, "mul.rn.bf16x2 $0, a, $2")
+    return _ptx(4 * part - by, *lines, "and.b32 $0, a, 0x81c081c0")
 
 
 _W0, _W1, _W2, _W3 = _whole_ptx("0x43004300")
@@ -178,7 +173,7 @@ def _load_scale(
     PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return the scales and shifts of a step's part for the weight rows `line` [N], in fp32: [N], or [N, WIDTH] if
-    SCALES is "halves". With steps [S, 1] and rows [1, N] they are [S, N], or [S, N, WIDTH]."""
+    SCALES is "halves". With steps [S, N] and rows [1, N] they are [S, N], or [S, N, WIDTH]."""
     PARTS: tl.constexpr = 16 // BITS
     if SCALES == "e2m1":
         word = tl.load(scales + step * lines + line)
@@ -209,8 +204,9 @@ def _load_scale(
 @triton.jit
 def _whole_part(codes, like, PART: tl.constexpr, E2M1: tl.constexpr):
     """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, in the shape of `codes`.
-    Two of them take two instructions, of MXFP4 three or four; these numbers are divided by `_unit`. The caller scales
-    the sums of a group."""
+    Two of them take two instructions. The caller scales the sums of a group.
+
+    With E2M1 return the numbers of MXFP4, divided by the square of `_unit`. Two of them take three or four."""
     if E2M1 and like.dtype == tl.bfloat16:
         moved: tl.constexpr = _M0 if PART == 0 else _M1 if PART == 1 else _M2 if PART == 2 else _M3
         whole = tl.inline_asm_elementwise(moved, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
@@ -236,16 +232,26 @@ def _e2m1(codes, PART: tl.constexpr):
 
 
 @triton.jit
-def _base(like):
+def _add_whole(piece, codes, v, PART: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
+    """Return piece + the products of a part's codes, plus `_base`, and v. Codes of 8 bits are multiplied by halves,
+    since bf16 has no room for them beside the base."""
+    if BITS == 8:
+        high = tl.dot(_whole_part(codes, v, 2 * PART + 1, False), v, tl.zeros_like(piece), input_precision="ieee")
+        piece = high * 16.0 + piece
+    return tl.dot(_whole_part(codes, v, PART * BITS // 4, E2M1), v, piece, input_precision="ieee")
+
+
+@triton.jit
+def _base(like, BITS: tl.constexpr):
     """Return what `_whole_part` adds to a code."""
     base: tl.constexpr = 128.0 if like.dtype == tl.bfloat16 else 1024.0 if like.dtype == tl.float16 else 0.0
-    return base
+    return base * 17 if BITS == 8 else base
 
 
 @triton.jit
 def _unit(dtype: tl.constexpr):
-    """Return the power of two that divides the numbers of `_whole_part` of MXFP4: its square root, with which x is
-    multiplied first, lest small sums are rounded as subnormal numbers."""
+    """Return the number by which x, and then the sums, are multiplied, because `_whole_part` divides MXFP4 by its
+    square. So no sum is rounded as a subnormal number."""
     unit: tl.constexpr = 9.223372036854775808e18 if dtype == tl.bfloat16 else 1.0  # 2^63
     return unit
 
@@ -292,12 +298,13 @@ def _add_step(
     after acc's, if TWO; else it is unchanged.
 
     For one row of x there are several steps, [S, N], which may lie after the last one, and rows [1, N]. acc is
-    [S, N, M], and `real` [S, M] has the steps of inputs. The sums of MXFP4 are then divided by `_unit`."""
+    [S, N, M], and `real` [S, M] has the steps of inputs. The sums of MXFP4 are still divided by `_unit`."""
     PARTS: tl.constexpr = 16 // BITS
     COLUMNS: tl.constexpr = PARTS * WIDTH
     ONE_ROW: tl.constexpr = len(acc.shape) == 3
     E2M1: tl.constexpr = SCALES == "e2m1"
-    WHOLE: tl.constexpr = BITS == 4 and (ONE_ROW or not E2M1) and acc.shape[len(acc.shape) - 1] <= MAX_WHOLE
+    FEW: tl.constexpr = BITS == 4 and not E2M1 and acc.shape[len(acc.shape) - 1] <= MAX_WHOLE
+    WHOLE: tl.constexpr = SCALES != "halves" if ONE_ROW else FEW
     k = tl.arange(0, WIDTH)
     if ONE_ROW:
         first = k[:, None] + real[:, None, :] * COLUMNS
@@ -330,13 +337,14 @@ def _add_step(
         if WHOLE:
             if not E2M1:
                 sums = tl.dot(tl.full(h.shape, 1.0, v.dtype), v, sums, input_precision="ieee")
-            piece = tl.dot(_whole_part(h, v, part, E2M1), v, piece, input_precision="ieee")
+            piece = _add_whole(piece, h, v, part, BITS, E2M1)
             if TWO:
-                piece_other = tl.dot(_whole_part(h_other, v, part, E2M1), v, piece_other, input_precision="ieee")
+                piece_other = _add_whole(piece_other, h_other, v, part, BITS, E2M1)
             if (part + 1) * WIDTH % GROUP == 0 or part == PARTS - 1:
-                acc = _add_scaled(acc, piece, sums, scale, shift - _base(v) * scale)
+                acc = _add_scaled(acc, piece, sums, scale, shift - _base(v, BITS) * scale)
                 if TWO:
-                    other = _add_scaled(other, piece_other, sums, scale_other, shift_other - _base(v) * scale_other)
+                    gap = shift_other - _base(v, BITS) * scale_other
+                    other = _add_scaled(other, piece_other, sums, scale_other, gap)
         else:
             acc = tl.dot(_expand_part(h, scale, shift, v.dtype, part, BITS, SCALES), v, acc, input_precision="ieee")
             if TWO:
@@ -409,8 +417,9 @@ def _row_sums(
 ):  # fmt: skip
     """Return the products [N] of a row of x and the weight rows `rows` [N], and, if TWO, of those `away` after them.
 
-    STEPS steps are multiplied at a time, most of them as a batch. If there are fewer than LINES rows, they have
-    BESIDE steps each to fill the tensor cores. The product has a column for each of these; the others are dropped."""
+    STEPS steps of each row are multiplied at a time. They are a batch of products, so that each warp takes some. If
+    there are fewer than LINES rows, BESIDE steps of each are rows of the same product. Its columns belong to these
+    steps of x in turn, and only sums whose step of the weight is that of x are kept."""
     BESIDE: tl.constexpr = max(LINES // rows.shape[0], 1)
     N: tl.constexpr = BESIDE * rows.shape[0]
     line = tl.reshape(tl.broadcast_to(rows[None, :], (BESIDE, rows.shape[0])), (1, N))
@@ -453,7 +462,7 @@ def _one_row(
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
     n = index % across * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, total = tl.minimum(n, size - 1).to(tl.int64), tl.zeros((BLOCK_N,), tl.float32)
-    for rank in tl.range(0, 1 if TWO else TOP, flatten=True):
+    for rank in tl.range(0, 1 if TWO else TOP, flatten=True):  # so that an expert is loaded during the one before
         pair, expert = index // across + rank, 0  # without a KIND the index is less than `across`
         if EXPERTS > 0:
             expert = tl.load(chosen + pair)
@@ -585,10 +594,9 @@ def low_bit_moe(
     pairs, inner = tokens * top, down.columns
     between = x.new_empty(pairs, inner)
     if tokens == 1 and not deterministic:
-        tiles = [choose_tile(1, x, weight, gated, False) for weight, gated in ((gate_up, True), (down, False))]
-        kind, out = ACTIVATIONS[activation], torch.empty_like(x)
-        launch_one_row(x, gate_up, biases[0], between, routing, tiles[0], kind, pdl, experts)
-        return launch_one_row(between, down, biases[1], out, routing, tiles[1], None, pdl, experts)
+        first, second = choose_tile(1, x, gate_up, True, False), choose_tile(1, x, down, False, False)
+        launch_one_row(x, gate_up, biases[0], between, routing, first, ACTIVATIONS[activation], pdl, experts)
+        return launch_one_row(between, down, biases[1], x.new_empty(1, hidden), routing, second, None, pdl, experts)
     assert routing.counts is not None, "several tokens need lists"
     parts = x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
