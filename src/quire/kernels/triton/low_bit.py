@@ -46,28 +46,27 @@ NARROW, LINES = tl.constexpr(8), tl.constexpr(16)
 """The fewest rows of x, and of a weight, that the tensor cores multiply."""
 
 
-def _ptx(right: int, *lines: str) -> tl.constexpr:
-    """Return PTX that turns the two codes in register $1 into two 16-bit numbers in $0. Register a has the codes, moved
-    `right` by so many bits."""
-    text = "; ".join((f"shr.u32 a, $1, {right}", *lines))
-    return tl.constexpr("{ .reg .b32 a, one; " + text + "; }")
+def _ptx(*lines: str) -> tl.constexpr:
+    """Return PTX that turns the two codes in register $1 into two 16-bit numbers in $0."""
+    return tl.constexpr("{ .reg .b32 a, b; " + " ".join(f"{line};" for line in lines) + " }")
 
 
 def _whole_ptx(one: str) -> list[tl.constexpr]:
     """Return the PTX of `_whole_part` for each part. `one`: two numbers whose last bit is worth 1."""
-    merged = f"mov.b32 one, {one}", "lop3.b32 $0, a, 0x000f000f, one, 0xEA"  # a & mask | one
-    return [_ptx(4 * part, *merged) for part in range(4)]
+    merged = f"mov.b32 b, {one}", "lop3.b32 $0, a, 0x000f000f, b, 0xEA"  # a & mask | b
+    return [_ptx(f"shr.u32 a, $1, {4 * part}", *merged) for part in range(4)]
 
 
 def _e2m1_ptx(part: int, scaled: bool) -> tl.constexpr:
     """Return the PTX of `_expand_part` for a part of MXFP4 in bf16, if `scaled`, else that of `_whole_part`. The code's
     sign, exponent and mantissa, moved to where bf16 has them, are 2^-126 times the number; $2 has the scale."""
-    by = 4 * (part % 2)  # a product moves the sign and the rest: 0x1040 is 1 << 6 | 1 << 12
-    lines = [f"and.b32 a, a, {0x000F000F << by:#x}", f"mul.lo.u32 a, a, {0x1040 >> by:#x}"]
-    if scaled:
-        lines += ["and.b32 a, a, 0x81c081c0", "mov.b32 one, 0x7e807e80", "mul.rn.bf16x2 a, a, one"]
-        return _ptx(4 * part - by, *lines, "mul.rn.bf16x2 $0, a, $2")
-    return _ptx(4 * part - by, *lines, "and.b32 $0, a, 0x81c081c0")
+    moved = [f"shl.b32 a, $1, {3 * part}"]
+    if part == 3:  # 66 is 1 << 1 | 1 << 6: the last two bits move by 1, the sign by 6
+        moved = ["shr.u32 a, $1, 5", "and.b32 b, a, 0x02600260", "and.b32 a, a, 0x01000100", "mad.lo.u32 a, b, 66, a"]
+    if not scaled:
+        return _ptx(*moved, "and.b32 $0, a, 0x81c081c0")
+    scale = "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b", "mul.rn.bf16x2 $0, a, $2"
+    return _ptx(*moved, "and.b32 a, a, 0x81c081c0", *scale)
 
 
 _W0, _W1, _W2, _W3 = _whole_ptx("0x43004300")
@@ -85,7 +84,8 @@ class LowBitMatrix(NamedTuple):
 
     - "shifts" [groups, rows]: scale (the low half) and shift in fp16.
     - "zeros" [groups, rows]: scale and, in place of the shift, the code that stands for 0, in fp16.
-    - "e2m1" [steps, rows]: the exponents of a step's parts as E8M0; codes are the floating-point numbers of MXFP4.
+    - "e2m1" [steps, rows]: the exponents of a step's parts as E8M0; codes are the floating-point numbers of MXFP4, with
+      their bits where `_place_e2m1` puts them.
     - "superblocks" [steps, words, rows]: a word for each two parts has the 8 bits of their scales and minima; the last
       has what multiplies them, in fp16.
     - "halves" [steps, 2, rows]: the 8 bits of the scale of each half of a step's two parts, and what multiplies them,
@@ -114,10 +114,19 @@ def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
         numbers = F.pad(weight.numbers.to(device), (0, steps * parts * GPU_WIDTH - columns))
         here = codes[:, start : start + len(numbers)]
         for part, plane in enumerate(torch.unflatten(numbers, 1, (steps, parts, GPU_WIDTH)).unbind(2)):
-            here |= plane.transpose(0, 1).to(torch.int16) << bits * part
+            plane = plane.transpose(0, 1).to(torch.int16)
+            here |= _place_e2m1(plane, part) if form.is_e2m1 else plane << bits * part
         start += len(numbers)
     scales = torch.cat([_scales(weight, steps).to(device) for weight in weights], -1)
     return LowBitMatrix(codes, scales.contiguous(), form.gpu_scales, bits, form.gpu_group, columns)
+
+
+def _place_e2m1(codes: Tensor, part: int) -> Tensor:
+    """Return codes of MXFP4, int16, with their bits at a part's places. A sign is 7 bits before the first bit of the
+    exponent, as in bf16, so that one shift moves all; the last part gets the bits that are left."""
+    if part < 3:
+        return (codes & 8) << 12 - 3 * part | (codes & 7) << 6 - 3 * part
+    return (codes & 12) << 11 | (codes & 3) << 10
 
 
 def _scales(weight: LowBitWeight, steps: int) -> Tensor:
@@ -206,7 +215,7 @@ def _whole_part(codes, like, PART: tl.constexpr, E2M1: tl.constexpr):
     """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, in the shape of `codes`.
     Two of them take two instructions. The caller scales the sums of a group.
 
-    With E2M1 return the numbers of MXFP4, divided by the square of `_unit`. Two of them take three or four."""
+    With E2M1 return the numbers of MXFP4, divided by the square of `_unit`. Two of them take 2.5 on average."""
     if E2M1 and like.dtype == tl.bfloat16:
         moved: tl.constexpr = _M0 if PART == 0 else _M1 if PART == 1 else _M2 if PART == 2 else _M3
         whole = tl.inline_asm_elementwise(moved, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
@@ -227,7 +236,10 @@ def _whole_part(codes, like, PART: tl.constexpr, E2M1: tl.constexpr):
 def _e2m1(codes, PART: tl.constexpr):
     """Return the numbers of a part of MXFP4 without their scales, in fp32."""
     wide = codes.to(tl.int32)
-    bits = (wide << (22 - 4 * PART) & 0x01C00000) | (wide << (28 - 4 * PART) & -0x80000000)
+    if PART < 3:
+        bits = wide << (16 + 3 * PART) & -0x7E400000  # 0x81C00000
+    else:
+        bits = (wide << 17 & -0x80000000) | (wide << 11 & 0x01000000) | (wide << 12 & 0x00C00000)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
 
