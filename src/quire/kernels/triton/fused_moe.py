@@ -225,24 +225,48 @@ def _sum(
 
 
 @triton.jit
-def _sums(
-    x, tiles, scale, lines, depth,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+def _add_up_pairs(
+    x, weight, bias, scale, shares, chosen, first, rows, lines, size, depth,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, KIND: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of x and BLOCK_N weight rows, whose first numbers and scales are at `tiles` and `scale`."""
-    k, sums = tl.arange(0, BLOCK_K), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        inside = start + k < depth
-        w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside[None, :], other=0.0)
-        v = tl.load(x + start + k) if EVEN else tl.load(x + start + k, mask=inside, other=0.0)
-        part = w.to(tl.float32) * v.to(tl.float32)[None, :]
+    """Return the sum over PAIRS pairs from `first` on of the products with `rows` [N] of the `size` weight rows of the
+    pair's expert. Without a KIND each pair has a row of x [TOP, depth], and its products are multiplied by its share.
+    `lines`: the weight rows of all experts. One loop runs over the columns of all pairs, so that loads of the next pair
+    begin before a pair is done."""
+    k, turns = tl.arange(0, BLOCK_K), tl.cdiv(depth, BLOCK_K)
+    experts, factors = (tl.load(chosen + first),), (tl.load(shares + first) if KIND is None else 1.0,)
+    for i in tl.static_range(1, PAIRS):
+        experts += (tl.load(chosen + first + i),)
+        factors += (tl.load(shares + first + i),)
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for turn in tl.range(0, PAIRS * turns, num_stages=STAGES):
+        index, columns = turn // turns, turn % turns * BLOCK_K + k
+        inside, expert, factor = columns < depth, experts[0], factors[0]
+        for i in tl.static_range(1, PAIRS):  # not loaded in the loop, where the weight's loads would wait for them
+            expert, factor = tl.where(index == i, experts[i], expert), tl.where(index == i, factors[i], factor)
+        if DIVIDED:
+            inside, expert = inside & (expert >= 0), tl.maximum(expert, 0)
+        line = expert * size + rows
+        values, numbers = x + columns, weight + line[:, None] * depth + columns[None, :]
+        if KIND is None:
+            values += (first + index) * depth
+        if EVEN and not DIVIDED:
+            w, v = tl.load(numbers), tl.load(values)
+        else:
+            w, v = tl.load(numbers, mask=inside[None, :], other=0.0), tl.load(values, mask=inside, other=0.0)
+        part = w.to(tl.float32) * (v.to(tl.float32) * factor)[None, :]
         if GROUP > 0:
-            part *= tl.load(scale + start // GROUP * lines)[:, None]
+            part *= tl.load(scale + line + turn % turns * BLOCK_K // GROUP * lines)[:, None]
+        if GROUP == 0:
+            part *= tl.load(scale + line)[:, None]
         sums += part
-    acc = tl.sum(sums, axis=1)
-    if GROUP == 0:
-        acc *= tl.load(scale)
-    return acc
+    total = tl.sum(sums, axis=1)
+    if bias is not None:
+        for i in tl.static_range(PAIRS):
+            if not DIVIDED or experts[i] >= 0:
+                total += tl.load(bias + experts[i] * size + rows).to(tl.float32) * factors[i]
+    return total
 
 
 @fast_launch
@@ -253,38 +277,28 @@ def _one_token(
     STAGES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one token's products. With a KIND: act(gate) * up for some weight rows of one of its experts, out [TOP,
-    size]. Without: the products of some weight rows of all its experts, each with the expert's row of x [TOP, depth],
-    times `shares`, added in order. If experts are DIVIDED among ranks, pairs whose expert is -1 are left out."""
+    size]. Without: the sums of some weight rows over all its experts. If experts are DIVIDED among ranks, pairs whose
+    expert is -1 are left out."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    index, k = tl.program_id(0), tl.arange(0, BLOCK_K)
+    index = tl.program_id(0)
     if KIND is not None:
         across = tl.cdiv(size, BLOCK_N // 2)
         pair, index = index // across, index % across
-        expert = tl.load(chosen + pair)
-        if not DIVIDED or expert >= 0:
-            lines = expert * (2 * size) + _weight_rows(index, size, BLOCK_N, KIND)
-            tiles = weight + lines[:, None] * depth + k[None, :]
-            acc = _sums(x, tiles, scale + lines, EXPERTS * 2 * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP)
-            if bias is not None:
-                acc += tl.load(bias + lines).to(tl.float32)
+        if not DIVIDED or tl.load(chosen + pair) >= 0:
+            acc = _add_up_pairs(
+                x, weight, bias, scale, shares, chosen, pair, _weight_rows(index, size, BLOCK_N, KIND),
+                EXPERTS * 2 * size, 2 * size, depth, 1, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP, KIND, False,
+            )  # fmt: skip
             gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
             n = index * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             tl.store(out + pair * size + n, activate_gated(gate, up, KIND).to(out.dtype.element_ty), mask=n < size)
     else:
-        total, rows = tl.zeros((BLOCK_N,), tl.float32), _weight_rows(index, size, BLOCK_N, KIND)
-        for pair in tl.static_range(TOP):
-            expert = tl.load(chosen + pair)
-            if not DIVIDED or expert >= 0:
-                lines = expert * size + rows
-                tiles = weight + lines[:, None] * depth + k[None, :]
-                acc = _sums(
-                    x + pair * depth, tiles, scale + lines, EXPERTS * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP
-                )
-                if bias is not None:
-                    acc += tl.load(bias + lines).to(tl.float32)
-                total += acc * tl.load(shares + pair)
+        total = _add_up_pairs(
+            x, weight, bias, scale, shares, chosen, 0, _weight_rows(index, size, BLOCK_N, KIND),
+            EXPERTS * size, size, depth, TOP, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP, KIND, DIVIDED,
+        )  # fmt: skip
         n = index * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < size)
 
