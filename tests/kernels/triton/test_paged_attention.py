@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from attention_steps import BATCHES, LAYER, Sizes, dense, placed, sinks_of, stored, two_steps
-from grids import DEVICE, LAUNCHES, TYPES, random
+from grids import DEVICE, LAUNCHES, PDL, TYPES, random
 from torch import Tensor
 
 from quire.kernels.forward_batch import LayerCache
@@ -290,8 +290,9 @@ def check_prompt(
     if rows:
         last = ints(rows)[tiles[:, 0] - 1] - 1
         tiles = torch.column_stack((tiles[:, :3], last.to(torch.int32), tiles[:, 3])).contiguous()
-    got = prefill(q, memory.cache, memory.tables, tiles, small=small, bidirectional=bool(rows))
-    check_rows(got, q, memory, shape, chunks, bool(rows))
+    for pdl in PDL:
+        got = prefill(q, memory.cache, memory.tables, tiles, small=small, bidirectional=bool(rows), pdl=pdl)
+        check_rows(got, q, memory, shape, chunks, bool(rows))
 
 
 @TYPES

@@ -162,6 +162,7 @@ class TritonBackend:
                 evicted = num_evicted(lengths - 1, prompts.index_select(0, step.slots), cache.budget)
             lengths = lengths - evicted
             tiles = None if tiles is None else _shift_tiles(tiles, prompts, cache.budget)
+        pdl = device.type == "cuda" and supports_pdl(device)
         return TritonAttentionPlan(
             tables=tables,
             token_slots=step.token_slots,
@@ -170,10 +171,10 @@ class TritonBackend:
             lengths=lengths,
             rows=step.rows,
             tiles=tiles,
-            prefill_kernel=self.default_prefill,
+            prefill_kernel=partial(self.default_prefill, pdl=pdl),
             splits=splits or self.num_splits(len(step.slots), cache),
             scratch=scratch,
-            pdl=device.type == "cuda" and supports_pdl(device),
+            pdl=pdl,
             cache_positions=cache_positions,
         )
 
