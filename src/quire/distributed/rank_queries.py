@@ -6,6 +6,8 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -29,8 +31,7 @@ class KernelProfiler:
 
     def end(self) -> dict[str, Any]:
         """Stop the profile and return, in milliseconds, `busy_ms` in which any kernel ran, `span_ms` from the first
-        start to the last end, and `kernels`: count and time by kind. Kernels that are launched early and wait for their
-        predecessors overlap these."""
+        start to the last end, and `kernels`: count and time by kind (see `divide_time`)."""
         import torch
 
         profile, self._profile = self._profile, None
@@ -43,25 +44,34 @@ class KernelProfiler:
             if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # not in its stubs
         ]
         kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-        for start, end, name in spans:
+        times = divide_time([(start, end) for start, end, _ in spans])
+        for (_, _, name), own in zip(spans, times):
             kinds[kernel_kind(name)][0] += 1
-            kinds[kernel_kind(name)][1] += (end - start) / 1e3
+            kinds[kernel_kind(name)][1] += own / 1e3
         most = sorted(kinds.items(), key=lambda item: -item[1][1])[:MAX_KINDS]
         reach = max((end for _, end, _ in spans), default=0.0) - min((start for start, _, _ in spans), default=0.0)
         return {
-            "busy_ms": covered_time([(start, end) for start, end, _ in spans]) / 1e3,
+            "busy_ms": sum(times) / 1e3,
             "span_ms": reach / 1e3,
             "kernels": {name: {"count": int(count), "ms": ms} for name, (count, ms) in most},
         }
 
 
-def covered_time(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals (start, end)."""
-    covered, reach = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return covered
+def divide_time(spans: list[tuple[float, float]]) -> list[float]:
+    """Divide the time in which any kernel runs among kernels, given as intervals (start, end). If several run, the time
+    is that of the one that ends first: the others were launched early and wait for it."""
+    times, running = [0.0] * len(spans), list[tuple[float, int]]()
+    by_start = sorted((start, end, i) for i, (start, end) in enumerate(spans))
+    moments, begun = sorted({moment for span in spans for moment in span}), 0
+    for now, then in pairwise(moments):
+        while begun < len(by_start) and by_start[begun][0] <= now:
+            heappush(running, by_start[begun][1:])
+            begun += 1
+        while running and running[0][0] <= now:
+            heappop(running)
+        if running:
+            times[running[0][1]] += then - now
+    return times
 
 
 def kernel_kind(name: str) -> str:
