@@ -89,11 +89,13 @@ class Driver:
 
 
 def hasty(ptx: str) -> int:
-    """Arrivals of one thread at a barrier in memory with no barrier of its group since the group's last wait. One that
-    only announces bytes says nothing of the group."""
+    """Arrivals of one thread at a barrier in memory, and copies into shared memory that it starts, with no barrier of
+    its group since the group's last wait. An arrival that only announces bytes says nothing of the group."""
     count, waited = 0, False
     waits = r"mbarrier\.try_wait|wgmma\.wait_group|cp\.async\.wait_group"
-    for match in re.finditer(rf"({waits})|bar\.sync|(mbarrier\.arrive)\.(?!expect_tx)", ptx):
+    for match in re.finditer(
+        rf"({waits})|bar\.sync|(mbarrier\.arrive\.(?!expect_tx)|cp\.async\.bulk\.tensor\.\dd\.shared)", ptx
+    ):
         count += bool(match[2]) and waited
         waited = bool(match[1]) or (waited and bool(match[2]))
     return count
