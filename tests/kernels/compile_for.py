@@ -61,6 +61,7 @@ from quire.kernels.triton import (
 )
 from quire.kernels.triton.compile_locks import compile_once
 from quire.kernels.triton.compile_process import KernelCompiler
+from quire.kernels.triton.linear_tiles import BULK_TILES
 
 CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:5])
 PDL = CAPABILITY >= 90
@@ -88,10 +89,13 @@ class Driver:
 
 
 def hasty(ptx: str) -> int:
-    """Arrivals of one thread at a barrier in memory with no barrier of its group since the group's last wait."""
+    """Arrivals of one thread at a barrier in memory, and copies into shared memory that it starts, with no barrier of
+    its group since the group's last wait. An arrival that only announces bytes says nothing of the group."""
     count, waited = 0, False
     waits = r"mbarrier\.try_wait|wgmma\.wait_group|cp\.async\.wait_group"
-    for match in re.finditer(rf"({waits})|bar\.sync|(mbarrier\.arrive)\.", ptx):
+    for match in re.finditer(
+        rf"({waits})|bar\.sync|(mbarrier\.arrive\.(?!expect_tx)|cp\.async\.bulk\.tensor\.\dd\.shared)", ptx
+    ):
         count += bool(match[2]) and waited
         waited = bool(match[1]) or (waited and bool(match[2]))
     return count
@@ -192,6 +196,13 @@ def layers() -> None:
         for size, depth in ((6144, 4096), (4096, 4096), (4096, 14336)):
             linear.linear(zeros(rows, depth), zeros(size, depth), pdl=PDL)
         linear.gated_linear(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
+    linear.batch_invariant_gated_linear(zeros(2, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
+    if CAPABILITY == 90:
+        linear._bulk_copies = lambda *tensors: True
+        linear._multiprocessors = lambda device: COUNT  # type: ignore[assignment]
+        for tile in BULK_TILES:
+            linear.any_rows_tile = lambda *shape, tile=tile: tile
+            linear.batch_invariant_linear(zeros(128, 4096), zeros(4096, 4096), zeros(4096), pdl=PDL)
 
 
 def states() -> None:

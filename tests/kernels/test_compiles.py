@@ -21,7 +21,7 @@ FOR_ALL = {
 }  # fmt: skip
 LARGE = {"_one", "_few", "_rounded"}  # for few rows, where there is room
 FP8 = {"_rows_in_fp8", "_tile"}  # from Ada on
-HOPPER = {"_prompt_hopper"}
+HOPPER = {"_prompt_hopper", "_tiles"}
 # Are compiled anew for other numbers of rows.
 DETERMINISTIC = {"_prompt", "_rope_write", "_norm", "_gate", "_act", "_conv", "_unrolled"}
 

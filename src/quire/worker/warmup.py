@@ -146,7 +146,10 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
     if decode_graphs is not None:
         for has_images in decode_graphs.image_variants:
             yield partial(decode_graphs.warmup, 1, has_images)
-    if runner.backend.fuses_rope and not runner.deterministic:  # of Triton's kernels
+    if runner.backend.fuses_rope and runner.deterministic:
+        for cache in {(c.plan_key, c.kv_heads, c.head_dim): c for c in runner.store.caches.values()}.values():
+            yield partial(runner.backend.warmup_small, cache, runner.store.tables[cache.group])
+    elif runner.backend.fuses_rope:  # of Triton's kernels
         from quire.kernels.triton.decode import representative_batches
 
         store = runner.store

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.errors import StartupError
@@ -29,6 +30,10 @@ from quire.kernels.triton.tiles import Tile
 MAX_ROWS = 32  # at 64 cuBLAS is faster on an H200, except for the head
 MIN_SHARED_MEMORY = 200_000  # bytes that the largest tiles need
 E4M3 = torch.float8_e4m3fn
+PREFETCH_TO_L2 = False
+"""A candidate, not measured: if true, kernels with tensor cores load the first `prefetch` tiles of the weight into the
+L2 cache before they wait, instead of the last ones into shared memory. Nothing waits for these loads, so tiles can be
+many. Sums are the same."""
 
 
 def supports(weight: Tensor, rows: int) -> bool:
@@ -66,9 +71,10 @@ def _few_rows_tile(rows: int, weight: Tensor) -> Tile:
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: Tile, activation: str | None,
-    pdl: bool,
+    pdl: bool, rounded: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores."""
+    """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores. `rounded`: sums
+    are rounded before the activation."""
     rows, depth = x.shape
     size = len(weight) if activation is None else len(weight) // 2
     assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows do not fit a tile of {max(tile.rows, 1)}"
@@ -77,7 +83,9 @@ def _launch(
     if group > 0:
         tile = grouped_tile(tile, depth)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    early = min(tile.prefetch, depth // tile.depth)
+    prefetch = min(tile.prefetch, depth // tile.depth)
+    to_l2 = _floor_power_of_2(prefetch) if PREFETCH_TO_L2 and pdl and tile.rows > 0 else 0
+    early = prefetch if to_l2 == 0 else 0
     even = (depth - early * tile.depth) % tile.depth == 0
     options: dict[str, Any] = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even}
     options |= {"num_warps": tile.warps, "GROUP": group, "BIAS": bias is not None, "KIND": activation}
@@ -87,8 +95,13 @@ def _launch(
     if tile.rows == 0:
         _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
     else:
-        _few[grid](*tensors, rows, size, depth, x.stride(0), BLOCK_M=tile.rows, num_stages=tile.stages, **options)
+        options |= {"BLOCK_M": tile.rows, "num_stages": tile.stages, "ROUNDED": rounded, "TO_L2": to_l2}
+        _few[grid](*tensors, rows, size, depth, x.stride(0), **options)
     return out
+
+
+def _floor_power_of_2(number: int) -> int:
+    return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
 def _check_operands(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
@@ -132,17 +145,28 @@ def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr)
     return acc
 
 
+@triton.jit
+def _prefetch_to_l2(addresses, SIZE: tl.constexpr):
+    """Load SIZE bytes at each address into the L2 cache. Nothing waits for them."""
+    sizes = tl.full(addresses.shape, SIZE, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [addresses.to(tl.int64), sizes],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _few(
     x, weight, scale, bias, out, rows, size, depth, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ROUNDED: tl.constexpr, TO_L2: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_N rows of the weight a program, all of K in order; the last EARLY tiles are loaded before the
-    wait."""
+    """Multiply BLOCK_N rows of the weight a program, all of K in order. Before the wait the last EARLY tiles are
+    loaded, or the first TO_L2 into the L2 cache."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
     lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
     tiles = weight + lines[:, None] * depth + k[None, :]
@@ -151,11 +175,17 @@ def _few(
     early = ()
     for i in tl.static_range(EARLY):
         early += (tl.load(tiles + body + i * BLOCK_K),)
+    if TO_L2 > 0:
+        parts = weight + lines[:, None] * depth + tl.arange(0, TO_L2)[None, :] * BLOCK_K
+        _prefetch_to_l2(parts, BLOCK_K * weight.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     m = tl.arange(0, BLOCK_M).to(tl.int64)
     real = m < rows
     inputs = x + m[:, None] * x_stride + k[None, :]
+    early_inputs = ()  # loaded here and not at the end, where the program would wait for them
+    for i in tl.static_range(EARLY):
+        early_inputs += (tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0),)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, body, BLOCK_K):
         inside = (start + k < body)[None, :]
@@ -163,12 +193,13 @@ def _few(
         v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
         acc = _add(acc, w, v, scale, start, size, GROUP, KIND)
     for i in tl.static_range(EARLY):
-        v = tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0)
-        acc = _add(acc, early[i], v, scale, body + i * BLOCK_K, size, GROUP, KIND)
+        acc = _add(acc, early[i], early_inputs[i], scale, body + i * BLOCK_K, size, GROUP, KIND)
     if GROUP == 0:
         acc *= tl.load(scale)[:, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is not None:
+        if ROUNDED:
+            acc = acc.to(out.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
         acc = activate(gate, KIND) * up
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -187,7 +218,7 @@ def _one(
 ):  # fmt: skip
     """Compute the same for one row, without tensor cores, whose tiles would be nearly empty."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
     lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
     tiles = weight + lines[:, None] * depth + k[None, :]
@@ -197,7 +228,7 @@ def _one(
     for i in tl.static_range(EARLY):
         early += (tl.load(tiles + body + i * BLOCK_K),)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.range(0, body, BLOCK_K, num_stages=STAGES):
         inside = start + k < body
@@ -226,6 +257,15 @@ def _one(
     tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < size)
 
 
+def batch_invariant_gated_linear(
+    x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
+    """Return `act_and_mul` of `batch_invariant_linear(x, weight, None, scale)`, to the bit, in one launch: sums are
+    rounded before the activation too. Layout as for `gated_linear`."""
+    tile = _few_rows_tile(max(len(x), 2), weight)
+    return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl, rounded=True)
+
+
 def batch_invariant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
@@ -240,7 +280,7 @@ def batch_invariant_linear(
         return _launch(x, weight, bias, scale, _few_rows_tile(max(rows, 2), weight), None, pdl)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     bulk = group < 0 and _bulk_copies(x, weight, out) and rows > 64
-    tile = any_rows_tile(rows, size, x.dtype, bulk)
+    tile = any_rows_tile(rows, size, x.dtype, bulk, _multiprocessors(x.device))
     if group > 0:
         tile = grouped_tile(tile, depth)._replace(stages=tile.stages)
     if group >= 0 and shared_memory(x.device) < MIN_SHARED_MEMORY:
@@ -248,6 +288,7 @@ def batch_invariant_linear(
     tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
     added = out if bias is None else bias
     options = {"num_stages": tile.stages, "num_warps": tile.warps, "BIAS": bias is not None}
+    options |= {"PDL": pdl, "launch_pdl": pdl}
     options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     if not bulk:
         options |= {"EVEN": depth % tile.depth == 0, "GROUP": group}
@@ -302,9 +343,12 @@ def _tile_origin(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 def _tile(
     x, weight, scale, bias, out, rows, size, depth, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile a program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     top, left = _tile_origin(tl.program_id(0), rows, size, BLOCK_M, BLOCK_N)
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -334,9 +378,12 @@ def _tile(
 @triton.jit(do_not_specialize=["rows"])
 def _tiles(
     inputs, weights, bias, results, rows, size, depth, PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute every PROGRAMS-th tile a program. Past their ends, descriptors read zeros and write nothing."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     count = tl.cdiv(rows, BLOCK_M) * tl.cdiv(size, BLOCK_N)
     for index in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         top, left = _tile_origin(index, rows, size, BLOCK_M, BLOCK_N)
