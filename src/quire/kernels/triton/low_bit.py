@@ -237,10 +237,10 @@ def _e2m1(codes, PART: tl.constexpr):
     """Return the numbers of a part of MXFP4 without their scales, in fp32."""
     wide = codes.to(tl.int32)
     if PART < 3:
-        bits = wide << (16 + 3 * PART) & -0x7E400000  # 0x81C00000
+        bits = wide << (16 + 3 * PART) & -0x7E400000  # 0x81C00000 as a signed number
     else:
         bits = (wide << 17 & -0x80000000) | (wide << 11 & 0x01000000) | (wide << 12 & 0x00C00000)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
@@ -656,7 +656,7 @@ def launch_one_row(
     kind: str | None, pdl: bool, experts: int = 0,
 ) -> Tensor:  # fmt: skip
     """Launch `_one_row` for the experts of a single token or, without `routing`, for a linear layer. Return `out`: of
-    experts with a `kind` it is [top, size], else [1, size]."""
+    experts with a `kind` it is [top, size], else [1, size]. `experts`: how many `weight` has, 0 of a linear layer."""
     top, shares, chosen, divided = 1, out, out, False  # the kernel of a linear layer reads none of these tensors
     if routing is not None:
         top, shares, chosen = routing.expert_ids.shape[1], routing.weights, routing.expert_ids
@@ -677,6 +677,6 @@ def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, determi
     """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs. It has as many stages as fit
     in shared memory. A tile of 0 rows is for `_one_row`."""
     tile = ONE_TILE if deterministic else card_tile(x.device, f"low_bit/half/{'gated' if gated else 'plain'}", rows)
-    bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, MMA_N.value) * 8 * x.element_size()
-    stage = bits * tile.depth // 8
-    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
+    column_bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, MMA_N.value) * 8 * x.element_size()
+    stage_bytes = column_bits * tile.depth // 8
+    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage_bytes)))
