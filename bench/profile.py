@@ -2,8 +2,8 @@
 for steps that compute prompts.
 
 The step is timed without the profiler; kernel times come from profiled steps of the same batch. The busy time is the
-time in which any kernel runs. Kernels are launched early and wait for their predecessors, whose time it is. With
-several ranks each is profiled; a kernel that waits for other ranks counts as running.
+time in which any kernel runs. While several run, it is the time of the one that ends first, as the others were launched
+early and wait for it. With several ranks each is profiled; a kernel that waits for other ranks counts as running.
 """
 
 from __future__ import annotations

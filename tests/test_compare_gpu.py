@@ -16,7 +16,7 @@ import compare_gpu
 
 def made_up(engine: str, *seconds: float) -> dict[str, Any]:
     case = {"name": "fixed:8:4@1", "prompts": [[1] * 8], "outputs": [4]}
-    runs = [compare_gpu.number_of({**case, "seed": seed}, value) for seed, value in enumerate(seconds)]
+    runs = [compare_gpu.describe_run({**case, "seed": seed}, value) for seed, value in enumerate(seconds)]
     return {"model": "llama-125m", "engine": engine, "ready_s": 1.0, "runs": runs}
 
 

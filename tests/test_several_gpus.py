@@ -1,4 +1,4 @@
-"""tools/several_gpus.sh refuses arguments before it measures or writes anything, and says if a measurement failed."""
+"""tools/several_gpus.sh refuses arguments before it measures or writes anything, and returns 1 if a run failed."""
 
 from __future__ import annotations
 

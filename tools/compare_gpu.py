@@ -1,13 +1,13 @@
-"""quire beside vLLM on GPUs, offline, in one run: named shapes with dummy weights, engines in turns, each in a process
-of its own, the same prompts and output lengths for both.
+"""Compare quire with vLLM on GPUs, offline, in one run. Models are named shapes with dummy weights. For each, the
+engines run one after the other, each in a process of its own, with the same prompts and output lengths.
 
     python tools/compare_gpu.py llama3-8b --vllm VENV/bin/python --out comparison.json --picture comparison.png
     python tools/compare_gpu.py qwen3-30b-a3b gpt-oss-20b --vllm VENV/bin/python --workloads fixed:128:128@8
     python tools/compare_gpu.py llama3-70b --tp 4 --vllm VENV/bin/python
     python tools/compare_gpu.py --draw comparison.json --picture comparison.png
 
-A workload is one of `quire bench`; `sampled:` before it draws tokens at temperature 1 and top-p 0.95. Prefix caches are
-off. The number of a workload is the median over the seeds.
+A workload is one of `quire bench`. With `sampled:` before its name, tokens are sampled at temperature 1 and top-p 0.95,
+else they are greedy. Prefix caches are off. Reported numbers are medians over the seeds.
 """
 
 from __future__ import annotations
@@ -35,30 +35,30 @@ WORKLOADS = (
     "fixed:128:1024@256", "fixed:1000:128@32",
 )  # fmt: skip
 SAMPLED = "sampled:"
-LENGTH = 2048  # the most tokens of a sequence
+MAX_MODEL_LEN = 2048
 
 
-def arguments() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="named shapes (`quire plan --help`)")
     parser.add_argument(
-        "--vllm", metavar="PYTHON", help="the interpreter of vLLM's environment; without it quire alone"
+        "--vllm", metavar="PYTHON", help="the interpreter of vLLM's environment; without it only quire runs"
     )
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS, metavar="WORKLOAD")
     parser.add_argument("--seeds", nargs="+", type=int, default=[13, 14, 15], metavar="N")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs")
-    parser.add_argument("--expert-parallel", action="store_true", help="whole experts on each GPU")
-    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="more settings of quire")
-    parser.add_argument("--vllm-settings", type=json.loads, default={}, metavar="JSON", help="more settings of vLLM")
-    parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="of one process")
+    parser.add_argument("--expert-parallel", action="store_true", help="divide whole experts among the GPUs")
+    parser.add_argument("--settings", type=json.loads, default={}, metavar="JSON", help="more arguments of quire.LLM")
+    parser.add_argument("--vllm-settings", type=json.loads, default={}, metavar="JSON", help="of vllm.LLM")
+    parser.add_argument("--timeout", type=float, default=1800, metavar="S", help="seconds for one process")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing, take the results of this file")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="measure nothing; show the results of this file")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the ratios (needs matplotlib)")
     return parser
 
 
-def cases_of(args: argparse.Namespace, vocabulary: int) -> Iterator[dict[str, Any]]:
-    """Yield each workload with each seed."""
+def make_cases(args: argparse.Namespace, vocabulary: int) -> Iterator[dict[str, Any]]:
+    """Yield each workload with each seed: prompts (token ids below `vocabulary`) and output lengths in tokens."""
     for name in args.workloads:
         for seed in args.seeds:
             jobs = parse(name.removeprefix(SAMPLED)).jobs(vocabulary, seed)
@@ -69,37 +69,40 @@ def cases_of(args: argparse.Namespace, vocabulary: int) -> Iterator[dict[str, An
 
 
 def run_one(args: argparse.Namespace, model: str, engine: str) -> dict[str, Any]:
-    """Return what a process measured, with its last line as `error` if it failed."""
+    """Run one engine in a process. Return `model` and `engine`; if any case was run, `ready_s`, the seconds until the
+    engine was ready, and `runs` (see `describe_run`); and if the process failed, `error`, the last line it printed."""
     with tempfile.TemporaryDirectory() as folder:
-        told, result, log = (Path(folder, name) for name in ("job.json", "result.json", "log"))
+        job_file, result_file, log = (Path(folder, name) for name in ("job.json", "result.json", "log"))
         config = {"torch_dtype": "bfloat16", **named_config(model)}
         Path(folder, "config.json").write_text(json.dumps(config))
-        cases = list(cases_of(args, config["vocab_size"]))
-        told.write_text(json.dumps({
+        cases = list(make_cases(args, config["vocab_size"]))
+        job = {
             "engine": engine, "folder": folder, "cases": cases, "tp": args.tp, "expert_parallel": args.expert_parallel,
-            "length": LENGTH, "settings": args.settings if engine == "quire" else args.vllm_settings,
+            "max_model_len": MAX_MODEL_LEN, "settings": args.settings if engine == "quire" else args.vllm_settings,
             "source": str(HERE.parent / "src"), "spawned": time.time(),
-        }))  # fmt: skip
+        }  # fmt: skip
+        job_file.write_text(json.dumps(job))
         python = sys.executable if engine == "quire" else args.vllm
         with log.open("w") as file:
-            command = [python, HERE / "compare_gpu_worker.py", told, result]
+            command = [python, HERE / "compare_gpu_worker.py", job_file, result_file]
             try:
-                done = subprocess.run(command, stdout=file, stderr=file, timeout=args.timeout, check=False).returncode
+                status = subprocess.run(command, stdout=file, stderr=file, timeout=args.timeout, check=False).returncode
             except subprocess.TimeoutExpired:
-                done = -1
-        found: dict[str, Any] = {"model": model, "engine": engine}
-        if done:
-            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            found["error"] = said[-1][:200] if done > 0 and said else f"took more than {args.timeout} s"
-        if not result.exists():
-            return found
-        told_back = json.loads(result.read_text())
-    runs = [number_of(case, seconds) for case, seconds in zip(cases, told_back["seconds"])]
-    return {**found, "ready_s": told_back["ready_s"], "runs": runs}
+                status = -1
+        outcome: dict[str, Any] = {"model": model, "engine": engine}
+        if status:
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            outcome["error"] = lines[-1][:200] if status > 0 and lines else f"took more than {args.timeout} s"
+        if not result_file.exists():
+            return outcome
+        result = json.loads(result_file.read_text())
+    runs = [describe_run(case, seconds) for case, seconds in zip(cases, result["seconds"])]
+    return {**outcome, "ready_s": result["ready_s"], "runs": runs}
 
 
-def number_of(case: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return a run's numbers."""
+def describe_run(case: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return a case's name and seed, its seconds, tokens per second, and milliseconds of a step, if there are as many
+    steps as tokens in the longest output."""
     outputs, prompts = sum(case["outputs"]), sum(map(len, case["prompts"]))
     return {
         "workload": case["name"], "seed": case["seed"], "seconds": seconds, "output_tokens_per_s": outputs / seconds,
@@ -108,68 +111,68 @@ def number_of(case: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def ratios(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return how many times as fast as vLLM quire is, for each model and workload: each seed's ratio and their
-    median."""
+    """Return vLLM's time divided by quire's, for each model and workload: the ratio of each seed, and the median."""
     seconds = {
         (one["model"], one["engine"], run["workload"], run["seed"]): run["seconds"]
         for one in results for run in one.get("runs", ())
     }  # fmt: skip
-    found: dict[tuple[str, str], list[float]] = {}
-    for (model, engine, workload, seed), ours in seconds.items():
-        theirs = seconds.get((model, "vllm", workload, seed))
-        if engine == "quire" and theirs is not None:
-            found.setdefault((model, workload), []).append(theirs / ours)
+    by_workload: dict[tuple[str, str], list[float]] = {}
+    for (model, engine, workload, seed), quire_seconds in seconds.items():
+        vllm_seconds = seconds.get((model, "vllm", workload, seed))
+        if engine == "quire" and vllm_seconds is not None:
+            by_workload.setdefault((model, workload), []).append(vllm_seconds / quire_seconds)
     return [
         {"model": model, "workload": workload, "ratios": values, "median": statistics.median(values)}
-        for (model, workload), values in found.items()
+        for (model, workload), values in by_workload.items()
     ]
 
 
 def show(results: Sequence[dict[str, Any]]) -> str:
-    """Format medians over the seeds, a line a workload."""
-    lines, times = [], {(one["model"], one["workload"]): one for one in ratios(results)}
+    """Format a table of each model: medians over the seeds, a line a workload; then the errors."""
+    lines, by_workload = [], {(one["model"], one["workload"]): one for one in ratios(results)}
     for model in dict.fromkeys(one["model"] for one in results):
-        mine = [one for one in results if one["model"] == model]
-        names = dict.fromkeys(run["workload"] for one in mine for run in one.get("runs", ()))
-        rows = [("ready, s", *(short(one.get("ready_s")) for one in mine), "")]
-        for name in names:
-            key = "ms_a_step" if name.endswith("@1") else "output_tokens_per_s"
+        engines = [one for one in results if one["model"] == model]
+        workloads = dict.fromkeys(run["workload"] for one in engines for run in one.get("runs", ()))
+        rows = [("ready, s", *(short(one.get("ready_s")) for one in engines), "")]
+        for workload in workloads:
+            key, unit = "output_tokens_per_s", "output tokens/s"
+            if workload.endswith("@1"):  # one request, so that a step is a token
+                key, unit = "ms_a_step", "ms a token"
             cells = [
-                short(statistics.median(run[key] for run in one["runs"] if run["workload"] == name))
-                if "runs" in one else "-" for one in mine
+                short(statistics.median(run[key] for run in one["runs"] if run["workload"] == workload))
+                if "runs" in one else "-" for one in engines
             ]  # fmt: skip
-            ratio = times.get((model, name))
-            spread = (
-                ""
-                if ratio is None
-                else f"{ratio['median']:.3f} ({min(ratio['ratios']):.3f}-{max(ratio['ratios']):.3f})"
-            )
-            rows.append((f"{name}, {'ms a token' if key == 'ms_a_step' else 'output tokens/s'}", *cells, spread))
-        lines += [table((model, *(one["engine"] for one in mine), "ratio"), rows), ""]
-        lines += [f"{one['engine']}, {model}: {one['error']}" for one in mine if "error" in one]
+            ratio, text = by_workload.get((model, workload)), ""
+            if ratio is not None:
+                text = f"{ratio['median']:.3f} ({min(ratio['ratios']):.3f}-{max(ratio['ratios']):.3f})"
+            rows.append((f"{workload}, {unit}", *cells, text))
+        lines += [table((model, *(one["engine"] for one in engines), "ratio"), rows), ""]
+        lines += [f"{one['engine']}, {model}: {one['error']}" for one in engines if "error" in one]
     return "\n".join(lines)
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the ratios: medians as bars, seeds as dots."""
+    """Draw the ratios: medians as bars, seeds as dots, a colour a model."""
     from quire.bench.plots import COLOURS, figure, save
 
-    times = ratios(results)
-    drawn = figure(0.9 * len(times) + 2, 3.6)
-    axes = drawn.subplots()
-    models = list(dict.fromkeys(one["model"] for one in times))
-    for at, one in enumerate(times):
-        axes.bar(at, one["median"], color=COLOURS[models.index(one["model"]) % len(COLOURS)], width=0.7)
-        axes.plot([at] * len(one["ratios"]), one["ratios"], "k.", markersize=4)
+    bars = ratios(results)
+    picture = figure(0.9 * len(bars) + 2, 3.6)
+    axes = picture.subplots()
+    models = list(dict.fromkeys(one["model"] for one in bars))
+    for x, one in enumerate(bars):
+        axes.bar(x, one["median"], color=COLOURS[models.index(one["model"]) % len(COLOURS)], width=0.7)
+        axes.plot([x] * len(one["ratios"]), one["ratios"], "k.", markersize=4)
     axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(times)), [f"{one['model']}\n{one['workload']}" for one in times], fontsize=6, rotation=30)
+    axes.set_xticks(range(len(bars)), [f"{one['model']}\n{one['workload']}" for one in bars], fontsize=6, rotation=30)
     axes.set_ylabel("vLLM's time / quire's")
     axes.set_ylim(bottom=0)
-    save(drawn, path)
+    save(picture, path)
 
 
-def main(given: list[str]) -> int:
-    args = arguments().parse_args(given)
+def main(argv: list[str]) -> int:
+    """Measure, or read the results of a file. Print them, and write and draw them if asked. Return 1 if an engine
+    failed."""
+    args = make_parser().parse_args(argv)
     if args.draw:
         results = json.loads(args.draw.read_text())["results"]
     elif not args.models:
@@ -180,10 +183,10 @@ def main(given: list[str]) -> int:
             for engine in ["quire", *(["vllm"] if args.vllm else [])]:
                 print(f"{model}, {engine}", file=sys.stderr, flush=True)
                 results.append(run_one(args, model, engine))
-                if args.out:
-                    said = ["PYTHON" if one == args.vllm else one for one in given]
-                    made = document("compare_gpu", "python tools/compare_gpu.py", said, results)
-                    write(args.out, {**made, "ratios": ratios(results)})
+                if args.out:  # after each, so that a run that is cut off leaves what it measured
+                    command = ["PYTHON" if word == args.vllm else word for word in argv]  # no path of this machine
+                    content = document("compare_gpu", "python tools/compare_gpu.py", command, results)
+                    write(args.out, {**content, "ratios": ratios(results)})
     print(show(results))
     if args.picture:
         draw(results, args.picture)

@@ -1,5 +1,5 @@
-"""One engine, one process: runs the jobs of tools/compare_gpu.py on quire or vLLM and writes what they took. Runs in
-vLLM's own environment, so it needs the standard library alone, and of the engine what it imports.
+"""Run a job of tools/compare_gpu.py on quire or vLLM, and write its times. Imports only the standard library and the
+engine, since it runs in vLLM's own environment.
 
 usage: compare_gpu_worker.py JOB.json RESULT.json
 """
@@ -13,24 +13,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-STD = 0.02  # the deviation of quire's dummy weights
+STD = 0.02  # the standard deviation of quire's dummy weights
 
 
 def make_quire(job: dict[str, Any]) -> tuple[Any, Any]:
+    """Return quire's LLM for a job, and its SamplingParams."""
     sys.path.insert(0, job["source"])
     from quire import LLM, SamplingParams
 
     settings = {"tp": job["tp"], **({"expert_parallel": True} if job["expert_parallel"] else {}), **job["settings"]}
     llm = LLM(
-        job["folder"], dummy_weights=True, skip_tokenizer_init=True, max_model_len=job["length"],
+        job["folder"], dummy_weights=True, skip_tokenizer_init=True, max_model_len=job["max_model_len"],
         enable_prefix_caching=False, **settings,
     )  # fmt: skip
     return llm, SamplingParams
 
 
 def make_vllm(job: dict[str, Any]) -> tuple[Any, Any]:
+    """Return vLLM's LLM for a job, and its SamplingParams. On one GPU its weights are those of `fill_normal`."""
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-    if job["tp"] == 1:  # the weights are replaced in this process
+    if job["tp"] == 1:  # so that the model is made in this process, where the function can be replaced
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm.model_executor.model_loader.dummy_loader as dummy
 
@@ -38,7 +40,7 @@ def make_vllm(job: dict[str, Any]) -> tuple[Any, Any]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        job["folder"], load_format="dummy", skip_tokenizer_init=True, max_model_len=job["length"],
+        job["folder"], load_format="dummy", skip_tokenizer_init=True, max_model_len=job["max_model_len"],
         enable_prefix_caching=False, tensor_parallel_size=job["tp"], enable_expert_parallel=job["expert_parallel"],
         **job["settings"],
     )  # fmt: skip
@@ -46,8 +48,8 @@ def make_vllm(job: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def fill_normal(model: Any, *_: object) -> None:
-    """Fill a model with normal weights and identity norms, as quire does. vLLM's own dummy weights are so small that
-    all tokens choose the same experts."""
+    """Fill a model with normal weights, and norms with 1, as quire does. vLLM's own dummy weights are so small that all
+    tokens choose the same experts."""
     import torch
 
     for module in model.modules():
@@ -64,21 +66,22 @@ ENGINES = {"quire": make_quire, "vllm": make_vllm}
 
 
 def main(job_path: str, result_path: str) -> None:
-    """Make the job's engine, then run its cases one after another, the first of them once before, as a warm-up. What is
-    known is written after each."""
+    """Make the job's engine, run its first case as a warm-up, then all cases, one after the other. Write the seconds
+    after each: `ready_s` from the start of this process until the engine was ready, and `seconds` of the cases."""
     job = json.loads(Path(job_path).read_text())
-    llm, sampling = ENGINES[job["engine"]](job)
+    llm, sampling_params = ENGINES[job["engine"]](job)
     result: dict[str, Any] = {"ready_s": time.time() - job["spawned"], "seconds": []}
     for number, case in enumerate([job["cases"][0], *job["cases"]]):
-        kinds = {"temperature": 1.0, "top_p": 0.95} if case["sampled"] else {"temperature": 0.0}
+        choice = {"temperature": 1.0, "top_p": 0.95} if case["sampled"] else {"temperature": 0.0}
         params = [
-            sampling(ignore_eos=True, max_tokens=output, min_tokens=output, **kinds) for output in case["outputs"]
+            sampling_params(ignore_eos=True, max_tokens=output, min_tokens=output, **choice)
+            for output in case["outputs"]
         ]
-        began = time.perf_counter()
-        found = llm.generate([{"prompt_token_ids": one} for one in case["prompts"]], params, use_tqdm=False)
-        seconds = time.perf_counter() - began
-        assert [len(one.outputs[0].token_ids) for one in found] == case["outputs"], "tokens are missing"
-        if number:
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": one} for one in case["prompts"]], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert [len(one.outputs[0].token_ids) for one in outputs] == case["outputs"], "tokens are missing"
+        if number:  # 0 is the warm-up
             result["seconds"].append(seconds)
             Path(result_path).write_text(json.dumps(result))
         print(f"  {job['engine']} {case['name']}, seed {case['seed']}: {seconds:.3f} s", file=sys.stderr, flush=True)

@@ -4,12 +4,13 @@
 # Each part ends after its time limit, and the next one starts:
 #   sums    sums over ranks, beside NCCL and torch (150 s)
 #   llama   throughput of Llama-3-70B's shape (240 s), then the simulation's errors (90 s)
-#   vllm    the same workloads by both engines (570 s), if VLLM is the interpreter of vLLM's environment
+#   vllm    the same workloads by quire and by vLLM (570 s), without vLLM if VLLM is not set
 #   opt-c   Figure 12c: OPT-175B's shape, ShareGPT's lengths, vLLM's memory and three Orcas (570 s)
 #   opt-f   Figure 12f: the same, Alpaca's lengths (570 s)
 #
 # Without PART: sums llama opt-c opt-f. OUT gets a JSON document for each part, and log.txt with each run as soon as it
-# ends. The exit status is 1 if one of them failed. Variables for other machines:
+# ends. The exit status is 1 if a run failed. Variables:
+#   VLLM       the interpreter of vLLM's environment
 #   LLAMA      a model config in place of llama3-70b
 #   WORKLOADS  workloads of llama, such as "64:16@4"
 #   SET        changes of the parameters of Figure 12, such as "model=opt-13b kv_tokens=15728"
@@ -30,7 +31,8 @@ for part; do
     case $part in sums | llama | vllm | opt-c | opt-f) ;; *) fail "there is no part $part" ;; esac
 done
 root=$(cd "$(dirname "$0")/.." && pwd)
-failed=$out/.failed
+failed=$out/.failed # a file that is made if a run fails: a variable of the pipeline below would be lost
+rm -f "$failed"
 python=${PYTHON:-python3} llama=${LLAMA:-llama3-70b} sets=
 for change in "tp=$ranks" ${SET:-}; do sets="$sets --set $change"; done
 workloads=

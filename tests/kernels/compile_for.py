@@ -89,8 +89,9 @@ class Driver:
 
 
 def hasty(ptx: str) -> int:
-    """Arrivals of one thread at a barrier in memory, and copies into shared memory that it starts, with no barrier of
-    its group since the group's last wait. An arrival that only announces bytes says nothing of the group."""
+    """Count instructions with which one thread gives shared memory away before all of its group have read it: arrivals
+    at a barrier in memory, and bulk copies into shared memory, with no barrier of the group since its last wait. An
+    arrival with expect_tx only announces the bytes of a copy, so it does not count."""
     count, waited = 0, False
     waits = r"mbarrier\.try_wait|wgmma\.wait_group|cp\.async\.wait_group"
     for match in re.finditer(
@@ -197,7 +198,7 @@ def layers() -> None:
             linear.linear(zeros(rows, depth), zeros(size, depth), pdl=PDL)
         linear.gated_linear(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
     linear.batch_invariant_gated_linear(zeros(2, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
-    if CAPABILITY == 90:
+    if CAPABILITY == 90:  # bulk copies, as if these tensors were on a GPU
         linear._bulk_copies = lambda *tensors: True
         linear._multiprocessors = lambda device: COUNT  # type: ignore[assignment]
         for tile in BULK_TILES:

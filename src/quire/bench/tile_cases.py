@@ -122,7 +122,7 @@ def _multiply(
 
 
 def _low_bit(gated: bool, most: int, device: torch.device) -> Iterator[Case]:
-    """Yield linear layers of `most` rows (at most MAX_FUSED_ROWS), then experts."""
+    """Yield linear layers of `most` rows, or MAX_FUSED_ROWS if that is less, then experts."""
     for size, columns, activation in LINEARS.values():
         if (activation is not None) == gated:
             x = _random(device, min(most, low_bit.MAX_FUSED_ROWS), columns)
@@ -133,7 +133,8 @@ def _low_bit(gated: bool, most: int, device: torch.device) -> Iterator[Case]:
 
 
 def _low_bit_one_token(gated: bool, device: torch.device) -> Iterator[Case]:
-    """Yield one of the two products of the experts of one token of each of MODELS, for several choices of experts."""
+    """Yield, for each of MODELS, the first product of a token's experts if `gated`, else the second one, each time with
+    other experts."""
     for count, top, hidden, inner in MODELS:
         (size, depth), kind = ((inner, hidden), ACTIVATIONS["silu"]) if gated else ((hidden, inner), None)
         rows = (1 + gated) * size

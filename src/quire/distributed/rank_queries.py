@@ -6,8 +6,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from heapq import heappop, heappush
-from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -58,19 +56,18 @@ class KernelProfiler:
 
 
 def divide_time(spans: list[tuple[float, float]]) -> list[float]:
-    """Divide the time in which any kernel runs among kernels, given as intervals (start, end). If several run, the time
-    is that of the one that ends first: the others were launched early and wait for it."""
-    times, running = [0.0] * len(spans), list[tuple[float, int]]()
-    by_start = sorted((start, end, i) for i, (start, end) in enumerate(spans))
-    moments, begun = sorted({moment for span in spans for moment in span}), 0
-    for now, then in pairwise(moments):
-        while begun < len(by_start) and by_start[begun][0] <= now:
-            heappush(running, by_start[begun][1:])
-            begun += 1
-        while running and running[0][0] <= now:
-            heappop(running)
-        if running:
-            times[running[0][1]] += then - now
+    """Divide the time in which any kernel runs among the kernels, whose starts and ends are `spans`. Return the time of
+    each, in the same unit. While several run, the time is that of the one that ends first: the others were launched
+    early and wait for it."""
+    times, divided = [0.0] * len(spans), list[tuple[float, float]]()  # disjoint intervals, ascending
+    for i in sorted(range(len(spans)), key=lambda i: spans[i][1]):
+        start, end = spans[i]
+        first, times[i] = start, end - start
+        while divided and divided[-1][1] > start:
+            earlier_start, earlier_end = divided.pop()
+            times[i] -= earlier_end - max(earlier_start, start)
+            first = min(first, earlier_start)
+        divided.append((first, end))
     return times
 
 

@@ -192,9 +192,9 @@ class Linear(ShardedModule):
     def pack_low_bit(
         self, deterministic: bool, activation: str | None = None, gated: bool = False
     ) -> Callable[[Tensor], Tensor] | None:
-        """Return the product with a low-bit weight, packed, and forget what its parts are made of. Return None if an
-        activation is to be fused and the parts have different formats. They are made here, so that no other layer's
-        are in memory at the same time."""
+        """Return the product with a low-bit weight, packed, and delete the functions that make its parts. The parts are
+        made here, so that no other layer's are in memory at the same time. Return None if an activation is to be fused
+        and the parts have different formats."""
         assert self.low_bit_parts is not None, "not a low-bit weight"
         assert self.weight is not None, "packed twice"
         formats: list[list[LowBitWeight]] = []

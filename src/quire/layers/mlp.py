@@ -69,7 +69,7 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner, hidden, bias, dtype, device, output_modified=output_modified)
         self.gate_kernel: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
         self.gated_kernel: Callable[..., Tensor] | None = None  # act(gate(x)) * up(x) in one launch
-        self.gated_kernel_rows = 0  # for up to this many rows
+        self.gated_kernel_rows = 0  # the most rows for which `gated_kernel` is used
         self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # the same on a CPU, for any number of rows
 
     def forward(self, x: Tensor) -> Tensor:

@@ -208,7 +208,7 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
 @TYPES
 @pytest.mark.parametrize("to_l2", [False, True])
 def test_all_tiles_give_the_same_bits(to_l2: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of many rows, and the card's of several rows, which also hold one."""
+    """Tiles of many rows, and the card's tiles of several rows, which may have a single row too."""
     monkeypatch.setattr(kernels, "PREFETCH_TO_L2", to_l2)
     x, weight = random(1025, 4096, dtype=dtype), random(4096, 4096, dtype=dtype, seed=1)
     entries = measured_card(DEVICE).tiles.items()
@@ -230,7 +230,7 @@ def test_all_tiles_give_the_same_bits(to_l2: bool, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("dtype", [torch.float16, *HALVES])
 @pytest.mark.parametrize("rows", [1, 2, 9, MAX_ROWS])
 def test_invariant_gated(rows: int, dtype: torch.dtype) -> None:
-    """Sums are rounded before the activation, as if it was another launch. Here they are exact before they are."""
+    """Sums are rounded before the activation, as if it was another launch. These sums are exact until then."""
     x = random(rows, 272, dtype=dtype).mul(64).round() / 64
     weight = random(2 * 100, 272, dtype=dtype, seed=1).mul(2).round()
     sums = x.double() @ weight.double().T
@@ -253,7 +253,7 @@ def test_invariant_gated(rows: int, dtype: torch.dtype) -> None:
      (8192, 4096, 256), (8192, 28672, 256)],
 )  # fmt: skip
 def test_tiles_of_many_rows_fill_waves(rows: int, size: int, columns: int) -> None:
-    """Of 132 multiprocessors. Tiles and what is stored fit in shared memory."""
+    """Of 132 multiprocessors. The stages of x and weight and half a tile of results fit in shared memory together."""
     assert any_rows_tile(rows, size, torch.bfloat16, True, 132).columns == columns
     for tile in BULK_TILES:
         stored = tile.rows * tile.columns // 2

@@ -151,8 +151,8 @@ def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
 @TYPES
 @NAMES
 def test_one_row(name: str, dtype: torch.dtype) -> None:
-    """Of a linear layer, in tiles of fewer rows than the tensor cores have, and of more; of columns that are no whole
-    number of steps, and of steps that are no whole number of turns."""
+    """A linear layer in tiles of fewer weight rows than the tensor cores need, and of more. Columns are not a multiple
+    of a step's, nor steps a multiple of those that a tile multiplies at a time."""
     columns = 5 * max(GROUPS[name], 64) - (32 if name == "mxfp4" else 0)
     weight = weights(50, columns, name)
     packed, full = low_bit.pack([weight], DEVICE), weight.dequantize().to(DEVICE).double()
@@ -173,7 +173,7 @@ def test_one_row(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["mxfp4", "awq-64", "gptq-128"])
 @pytest.mark.parametrize("own", [range(6), range(2, 5)])
 def test_one_token(name: str, own: range, dtype: torch.dtype) -> None:
-    """With biases; experts of other ranks are left out, and experts that are not chosen are not read."""
+    """With biases. Experts of other ranks are left out."""
     hidden, inner, top = {"mxfp4": 160, "awq-64": 192, "gptq-128": 256}[name], 128, 3
     gate_up, down = weights(6 * 2 * inner, hidden, name), weights(6 * hidden, inner, name)
     full = [weight.dequantize().double().view(6, -1, weight.numbers.shape[1])[own] for weight in (gate_up, down)]

@@ -36,8 +36,8 @@ class TritonAttentionPlan:
 
     Keys and values are those of the tokens with these `token_slots` and `positions` [T]. Their queries, or only those
     at `query_indices`, are in rows of one query (`slots`, `lengths`, and their query indices `rows`; None: in order),
-    in `tiles` for `prefill_kernel`, in `small_tiles` for `prefill`, or in `bidirectional_tiles`, whose queries see all
-    of their row.
+    in `tiles` for `prefill_kernel`, in `small_tiles` for the backend's `default_prefill`, or in `bidirectional_tiles`
+    for the same kernel, whose queries see all of their row.
     `scratch` holds the partial results of split contexts; `pdl`: kernels start early. `external_rows` are computed by
     another kernel: slot, first query, queries, position of the first. `cache_positions` [T] are the tokens' positions
     in their sequences' pages (None: `positions`)."""
@@ -77,10 +77,10 @@ class CapturedBatch(NamedTuple):
 
 
 class TritonBackend:
-    """The Triton backend. `deterministic`: `prefill` computes all queries, in tiles that give the same bits, so that no
-    result depends on the other rows of the step, nor on how many of a row's tokens are in it. `max_drafts`: the most
-    draft tokens of a slot in a step; their rows of one token, which are adjacent, share a read of the slot's keys and
-    values. Takes any strides."""
+    """The Triton backend. `deterministic`: no result depends on the other rows of the step, nor on how many of a row's
+    tokens are in it. `prefill` then computes all queries, those of one token too, in small or large tiles, which give
+    the same bits. `max_drafts`: the most draft tokens of a slot in a step; their rows of one token, which are adjacent,
+    share a read of the slot's keys and values. Takes any strides."""
 
     layout = KVCacheLayout.PAGED
     reads_contiguous = True
@@ -99,22 +99,23 @@ class TritonBackend:
     ) -> TritonAttentionPlan:  # fmt: skip
         """Return the plan for all layers with this `plan_key`, computed on the host once a step, with one upload: keys
         and values of `batch`, queries of `query_batch` if given, without rows of several tokens for which
-        `excluded_rows` [R] is true."""
+        `excluded_rows` [R] is true (never with `deterministic`)."""
         of, cached, group = (query_batch or batch).for_cache(cache), batch.for_cache(cache), cache.group
         assert excluded_rows is None or not self.deterministic, "other kernels give other bits"
-        few = of.lengths <= (self.tile_queries(cache) if self.deterministic else 1)
         both_ways = of.bidirectional_mask
-        one = np.flatnonzero(few & ~both_ways)
-        not_many = few | both_ways if excluded_rows is None else few | both_ways | excluded_rows
-        many = np.flatnonzero(~not_many)
+        # The decode kernel has other bits than `prefill`: with `deterministic` short rows have small tiles instead.
+        is_short = of.lengths <= (self.tile_queries(cache) if self.deterministic else 1)
+        is_long = ~(is_short | both_ways if excluded_rows is None else is_short | both_ways | excluded_rows)
+        short, long = np.flatnonzero(is_short & ~both_ways), np.flatnonzero(is_long)
+        none = short[:0]
+        single, small = (none, short) if self.deterministic else (short, none)
         contexts = of.context_lens(group)
-        kernel, queries = self._choose_kernel(cache, of.lengths[many], contexts[many])
-        small, one = (one, one[:0]) if self.deterministic else (one[:0], one)
-        parts = [_tiles(of, many, queries), _tiles(of, small, self.tile_queries(cache))]
-        parts += [of.slots[one], contexts[one], of.offsets[one]]
+        kernel, queries = self._choose_kernel(cache, of.lengths[long], contexts[long])
+        parts = [_tiles(of, long, queries), _tiles(of, small, self.tile_queries(cache))]
+        parts += [of.slots[single], contexts[single], of.offsets[single]]
         ints = to_device(np.concatenate(parts), batch.device).split([len(part) for part in parts])
         tiles, small_tiles = (part.view(torch.int32).view(-1, 4) if len(part) else None for part in ints[:2])
-        n, splits = len(one), self.num_splits(len(one), cache)
+        n, splits = len(single), self.num_splits(len(single), cache)
         return TritonAttentionPlan(
             tables=batch.tables[group],
             token_slots=batch.token_slots,
@@ -193,7 +194,7 @@ class TritonBackend:
         return choose_splits(cdiv(rows, self.shared_rows(cache)), cache.kv_heads, multiprocessors(cache.device))
 
     def tile_queries(self, cache: LayerCache) -> int:
-        """Return the queries of a tile of `default_prefill`, which captured steps use."""
+        """Return the queries of a tile of `default_prefill`, which graphs capture."""
         return tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize, self.deterministic)
 
     def use_long_kernel(self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray) -> bool:
@@ -243,7 +244,7 @@ class TritonBackend:
             self.default_prefill(q, cache, tables, tile, bidirectional=True, in_window=in_window)
 
     def warmup_small(self, cache: LayerCache, tables: Tensor) -> None:
-        """Do the same for rows of few tokens, if these are in tiles."""
+        """Do the same for rows of few tokens, if `deterministic` puts them into small tiles."""
         if self.deterministic:
             q = torch.zeros((1, cache.heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
             self.default_prefill(q, cache, tables, torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=q.device))
@@ -312,7 +313,7 @@ class TritonBackend:
 
 
 def _tiles(of: ForwardBatch, rows: np.ndarray, queries: int) -> np.ndarray:
-    """Return the tiles of these rows, int64 [2 n], two numbers of 32 bits in one."""
+    """Return the n tiles of these rows, as int64 [2 n], each with two of a tile's four int32."""
     slots, starts, lengths, offsets = (x[rows] for x in (of.slots, of.starts, of.lengths, of.offsets))
     return make_prefill_tiles(slots, starts, lengths, offsets, queries).reshape(-1).view(np.int64)
 

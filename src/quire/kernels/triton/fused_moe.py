@@ -33,8 +33,8 @@ MAX_EXACT_PAIRS = 4096
 """The most pairs whose outputs stay in fp32 until they are summed. Those of more, in prompts, are rounded to x's dtype,
 as they take much of a layer's time to write and read."""
 ROUTED_TOGETHER, MAX_EXPERTS_TOGETHER = 16, 256
-"""The most tokens whose experts one program chooses, a token a warp, and the most experts with which it does. It sets
-the counts of pairs to 0 itself, which takes a launch otherwise."""
+"""The most tokens whose experts one program chooses, one token a warp, and the most experts for which it does. Such a
+program also sets the counts of pairs to 0, which is another launch otherwise."""
 GROUP_TILES = 8
 """Tiles of pairs that are multiplied by a weight at the same time, so that it is read from memory once for them."""
 
@@ -69,15 +69,17 @@ def _route(
     ROWS: tl.constexpr, NORMALISED: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of ROWS tokens a program, and list their pairs of the OWN experts from `first` on. If ROWS is
-    not 1, there is one program, which sets `counts` to 0 first. If a likelihood is NaN, all weights are NaN and the
-    first experts are chosen, because comparisons with NaN depend on the device."""
+    more than 1, there is one program, which sets `counts` to 0 first; else `counts` must be 0.
+
+    If a likelihood is NaN, all weights are NaN and the first experts are chosen, because comparisons with NaN depend on
+    the device."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, expert = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     if LISTED and ROWS > 1:
         tl.store(counts + expert, tl.zeros((1, PADDED), tl.int32), mask=expert < OWN)
-        tl.debug_barrier()
+        tl.debug_barrier()  # before any warp counts
     x = tl.load(logits + row * stride + expert, mask=(row < tokens) & (expert < EXPERTS), other=-float("inf"))
     x = tl.where(row < tokens, x.to(tl.float32), 0.0)
     x = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
@@ -121,8 +123,8 @@ def route(
     chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
     together = 1 < tokens <= ROUTED_TOGETHER and experts <= MAX_EXPERTS_TOGETHER and not deterministic
     rows = ROUTED_TOGETHER if together else 1
-    make = torch.empty if rows > 1 else torch.zeros
-    counts = make(len(own), dtype=torch.int32, device=logits.device) if listed else None
+    allocate = torch.empty if together else torch.zeros
+    counts = allocate(len(own), dtype=torch.int32, device=logits.device) if listed else None
     pairs = torch.empty((len(own), tokens), dtype=torch.int32, device=logits.device) if listed else None
     if tokens:
         _route[(cdiv(tokens, rows),)](
@@ -238,39 +240,43 @@ def _sum(
 
 @triton.jit
 def _add_up_pairs(
-    x, weight, bias, scale, shares, chosen, first, rows, lines, size, depth,
+    x, weight, bias, scale, shares, chosen, first_pair, rows, lines, size, depth,
     PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     GROUP: tl.constexpr, KIND: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum over PAIRS pairs from `first` on of the products with `rows` [N] of the `size` weight rows of the
-    pair's expert. Without a KIND each pair has a row of x [TOP, depth], and its products are multiplied by its share.
-    `lines`: the weight rows of all experts. One loop runs over the columns of all pairs, so that loads of the next pair
-    begin before a pair is done."""
-    k, turns = tl.arange(0, BLOCK_K), tl.cdiv(depth, BLOCK_K)
-    experts, factors = (tl.load(chosen + first),), (tl.load(shares + first) if KIND is None else 1.0,)
+    """Return [N], the sum over PAIRS pairs from `first_pair` on: the products of x and `rows` [N] of the `size` weight
+    rows of the pair's expert, plus their `bias` if there is one. With a KIND there is one pair, and x [depth]. Without,
+    each pair has a row of x [TOP, depth], and its term is multiplied by its share. If DIVIDED, pairs whose expert is -1
+    add nothing. `lines`: the weight rows of all experts.
+
+    One loop runs over the columns of all pairs, so that loads of the next pair begin before a pair is done."""
+    k, blocks = tl.arange(0, BLOCK_K), tl.cdiv(depth, BLOCK_K)
+    # Not loaded in the loop, where the weight's loads would wait for them.
+    experts, factors = (tl.load(chosen + first_pair),), (tl.load(shares + first_pair) if KIND is None else 1.0,)
     for i in tl.static_range(1, PAIRS):
-        experts += (tl.load(chosen + first + i),)
-        factors += (tl.load(shares + first + i),)
+        experts += (tl.load(chosen + first_pair + i),)
+        factors += (tl.load(shares + first_pair + i),)
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for turn in tl.range(0, PAIRS * turns, num_stages=STAGES):
-        index, columns = turn // turns, turn % turns * BLOCK_K + k
+    for step in tl.range(0, PAIRS * blocks, num_stages=STAGES):
+        index, block = step // blocks, step % blocks
+        columns = block * BLOCK_K + k
         inside, expert, factor = columns < depth, experts[0], factors[0]
-        for i in tl.static_range(1, PAIRS):  # not loaded in the loop, where the weight's loads would wait for them
+        for i in tl.static_range(1, PAIRS):
             expert, factor = tl.where(index == i, experts[i], expert), tl.where(index == i, factors[i], factor)
         if DIVIDED:
             inside, expert = inside & (expert >= 0), tl.maximum(expert, 0)
         line = expert * size + rows
-        values, numbers = x + columns, weight + line[:, None] * depth + columns[None, :]
+        inputs, weights = x + columns, weight + line[:, None] * depth + columns[None, :]
         if KIND is None:
-            values += (first + index) * depth
+            inputs += (first_pair + index) * depth
         if EVEN and not DIVIDED:
-            w, v = tl.load(numbers), tl.load(values)
+            w, v = tl.load(weights), tl.load(inputs)
         else:
-            w, v = tl.load(numbers, mask=inside[None, :], other=0.0), tl.load(values, mask=inside, other=0.0)
+            w, v = tl.load(weights, mask=inside[None, :], other=0.0), tl.load(inputs, mask=inside, other=0.0)
         part = w.to(tl.float32) * (v.to(tl.float32) * factor)[None, :]
         if GROUP > 0:
-            part *= tl.load(scale + line + turn % turns * BLOCK_K // GROUP * lines)[:, None]
-        if GROUP == 0:
+            part *= tl.load(scale + line + block * BLOCK_K // GROUP * lines)[:, None]
+        elif GROUP == 0:
             part *= tl.load(scale + line)[:, None]
         sums += part
     total = tl.sum(sums, axis=1)
@@ -289,8 +295,8 @@ def _one_token(
     STAGES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one token's products. With a KIND: act(gate) * up for some weight rows of one of its experts, out [TOP,
-    size]. Without: the sums of some weight rows over all its experts. If experts are DIVIDED among ranks, pairs whose
-    expert is -1 are left out."""
+    size]. Without: for some weight rows the sum over all its experts, times their shares, out [1, size]. If experts are
+    DIVIDED among ranks, pairs whose expert is -1 are left out."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -31,9 +31,9 @@ MAX_ROWS = 32  # at 64 cuBLAS is faster on an H200, except for the head
 MIN_SHARED_MEMORY = 200_000  # bytes that the largest tiles need
 E4M3 = torch.float8_e4m3fn
 PREFETCH_TO_L2 = False
-"""A candidate, not measured: if true, kernels with tensor cores load the first `prefetch` tiles of the weight into the
-L2 cache before they wait, instead of the last ones into shared memory. Nothing waits for these loads, so tiles can be
-many. Sums are the same."""
+"""An alternative that was not measured yet. If True, `_few` loads the first `prefetch` tiles of the weight into the L2
+cache before it waits for the preceding kernel, instead of the last ones into registers. Nothing waits for these loads,
+so `prefetch` can be large. Results are the same to the bit."""
 
 
 def supports(weight: Tensor, rows: int) -> bool:
@@ -71,10 +71,10 @@ def _few_rows_tile(rows: int, weight: Tensor) -> Tile:
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: Tile, activation: str | None,
-    pdl: bool, rounded: bool = False,
+    pdl: bool, round_sums: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores. `rounded`: sums
-    are rounded before the activation."""
+    """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores. `round_sums`:
+    round sums to x's dtype before the activation, as if it was another launch; only by `_few`."""
     rows, depth = x.shape
     size = len(weight) if activation is None else len(weight) // 2
     assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows do not fit a tile of {max(tile.rows, 1)}"
@@ -95,12 +95,13 @@ def _launch(
     if tile.rows == 0:
         _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
     else:
-        options |= {"BLOCK_M": tile.rows, "num_stages": tile.stages, "ROUNDED": rounded, "TO_L2": to_l2}
+        options |= {"BLOCK_M": tile.rows, "num_stages": tile.stages, "ROUND_SUMS": round_sums, "TO_L2": to_l2}
         _few[grid](*tensors, rows, size, depth, x.stride(0), **options)
     return out
 
 
 def _floor_power_of_2(number: int) -> int:
+    """Return the largest power of 2 up to `number`; 0 for 0."""
     return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
@@ -147,7 +148,7 @@ def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr)
 
 @triton.jit
 def _prefetch_to_l2(addresses, SIZE: tl.constexpr):
-    """Load SIZE bytes at each address into the L2 cache. Nothing waits for them."""
+    """Start loads of SIZE bytes at each address into the L2 cache."""
     sizes = tl.full(addresses.shape, SIZE, tl.int32)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [addresses.to(tl.int64), sizes],
@@ -160,11 +161,11 @@ def _prefetch_to_l2(addresses, SIZE: tl.constexpr):
 def _few(
     x, weight, scale, bias, out, rows, size, depth, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ROUNDED: tl.constexpr, TO_L2: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ROUND_SUMS: tl.constexpr, TO_L2: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_N rows of the weight a program, all of K in order. Before the wait the last EARLY tiles are
-    loaded, or the first TO_L2 into the L2 cache."""
+    """Multiply BLOCK_N rows of the weight a program, all of K in order. Before the wait for the preceding kernel, load
+    the last EARLY tiles of these rows, or the first TO_L2 tiles into the L2 cache."""
     if PDL:
         gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
@@ -198,7 +199,7 @@ def _few(
         acc *= tl.load(scale)[:, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is not None:
-        if ROUNDED:
+        if ROUND_SUMS:
             acc = acc.to(out.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
         acc = activate(gate, KIND) * up
@@ -260,10 +261,10 @@ def _one(
 def batch_invariant_gated_linear(
     x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
-    """Return `act_and_mul` of `batch_invariant_linear(x, weight, None, scale)`, to the bit, in one launch: sums are
-    rounded before the activation too. Layout as for `gated_linear`."""
-    tile = _few_rows_tile(max(len(x), 2), weight)
-    return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl, rounded=True)
+    """Return `act_and_mul` of `batch_invariant_linear(x, weight, None, scale)` in one launch, with the same bits: sums
+    are rounded before the activation too. Rows and layout as for `gated_linear`."""
+    tile = _few_rows_tile(max(len(x), 2), weight)  # 1 row has a kernel that sums in another order
+    return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl, round_sums=True)
 
 
 def batch_invariant_linear(
@@ -287,8 +288,8 @@ def batch_invariant_linear(
         tile = tile._replace(stages=2)
     tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
     added = out if bias is None else bias
-    options = {"num_stages": tile.stages, "num_warps": tile.warps, "BIAS": bias is not None}
-    options |= {"PDL": pdl, "launch_pdl": pdl}
+    options = {"num_stages": tile.stages, "num_warps": tile.warps, "PDL": pdl, "launch_pdl": pdl}
+    options |= {"BIAS": bias is not None}
     options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     if not bulk:
         options |= {"EVEN": depth % tile.depth == 0, "GROUP": group}

@@ -16,9 +16,9 @@ same on every card and for all numbers of rows. They are so wide that a warp gro
 numbers in the same order as the tiles of many rows. (A single warp, as in narrow tiles, adds them in another order, and
 a row would have other bits.)"""
 BULK_TILES = {Tile(128, 64, 64, 7, 8): 0.45, Tile(128, 128, 64, 5, 8): 0.6, Tile(128, 256, 64, 4, 8): 1.0}
-"""Tiles that Hopper's bulk copies load -> the time of one tile, relative to the last one's. The times are estimates,
-from the bytes and products of a step. All tiles sum in one order: products of 16 numbers, added one after the other by
-an instruction of which only the number of columns differs."""
+"""Tiles for Hopper's bulk copies -> the time of one tile as a fraction of the largest tile's. The times are estimates
+from the bytes and products of a step. All tiles give the same bits: their instructions differ in the number of columns,
+and each adds products of 16 numbers of the depth to the sum before."""
 SCALE_GROUP = 128
 """Numbers of a row of an FP8 weight that share a scale, if the row has several."""
 MEASURED_LIMITS = {"square": (4096, 8192), "middle": (6144, 8192), "tall": (65536, 4096)}
@@ -59,8 +59,8 @@ def _shape_class(size: int, depth: int, fp8: bool) -> str:
 
 
 def any_rows_tile(rows: int, size: int, dtype: torch.dtype, bulk: bool, programs: int) -> Tile:
-    """Return the tile of `batch_invariant_linear`, with or without Hopper's bulk copies. With these it is the tile with
-    which `programs` programs take the least time."""
+    """Return the tile of `batch_invariant_linear` for x [rows, K] and a weight [size, K] of `dtype`. With Hopper's
+    `bulk` copies it is the tile with which `programs` programs, one for each multiprocessor, take the least time."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 2, 4)
     if bulk:
@@ -71,7 +71,7 @@ def any_rows_tile(rows: int, size: int, dtype: torch.dtype, bulk: bool, programs
 
 
 def _waves(rows: int, size: int, tile: Tile, programs: int) -> int:
-    """Return how many tiles the busiest of `programs` programs computes."""
+    """Return the most tiles that one of `programs` programs computes."""
     return cdiv(cdiv(rows, tile.rows) * cdiv(size, tile.columns), programs)
 
 

@@ -1,9 +1,9 @@
 """Products with weights in few bits: linear layers, and mixtures of experts (see `fused_moe`).
 
 A program expands some rows of the weight in registers, step by step, and multiplies them as `W x^T` on the tensor cores
-with the rows of x as the narrow side. So the weight is read from memory in few bits. A single row of x has its own
-kernel (`_one_row`), whose warps take different steps. Many rows of x are multiplied by the library, with a weight that
-is expanded for the time of the product.
+with the rows of x as the narrow side (`_product`). So the weight is read from memory in few bits. A single row of x has
+its own kernel (`_one_row`), which divides the steps among warps. Many rows of x are multiplied by the library, with a
+weight that is expanded in memory for the time of the product (`_expand`).
 
 A weight's number is code * scale + shift, in fp32. Either this number is rounded to x's dtype and multiplied
 (`_expand_part`), or the codes are multiplied as whole numbers, and the sum over a group is scaled (`_whole_part`).
@@ -41,25 +41,29 @@ MAX_SPLITS, SPLIT_PROGRAMS = 8, 1024
 ways, until there are SPLIT_PROGRAMS programs. With tiles of more than 16 rows of x there are fewer, since adding up the
 splits takes time too."""
 MAX_WHOLE = tl.constexpr(32)
-"""The most rows of x of a tile that multiplies codes of 4 bits as whole numbers (see `_whole_part`)."""
-NARROW, LINES = tl.constexpr(8), tl.constexpr(16)
-"""The fewest rows of x, and of a weight, that the tensor cores multiply."""
+"""The most rows of x of a tile of `_product` that multiplies codes of 4 bits as whole numbers (see `_whole_part`)."""
+MMA_M, MMA_N = tl.constexpr(16), tl.constexpr(8)
+"""The fewest rows of a weight, and of x, that an instruction of the tensor cores multiplies."""
 
 
-def _ptx(*lines: str) -> tl.constexpr:
-    """Return PTX that turns the two codes in register $1 into two 16-bit numbers in $0."""
-    return tl.constexpr("{ .reg .b32 a, b; " + " ".join(f"{line};" for line in lines) + " }")
+def _ptx(*lines: str) -> str:
+    """Return inline PTX of these lines, with scratch registers a and b. It reads two int16 of `LowBitMatrix.codes` from
+    register $1, and writes two 16-bit floating-point numbers to $0: those of one part."""
+    return "{ .reg .b32 a, b; " + " ".join(f"{line};" for line in lines) + " }"
 
 
-def _whole_ptx(one: str) -> list[tl.constexpr]:
-    """Return the PTX of `_whole_part` for each part. `one`: two numbers whose last bit is worth 1."""
-    merged = f"mov.b32 b, {one}", "lop3.b32 $0, a, 0x000f000f, b, 0xEA"  # a & mask | b
-    return [_ptx(f"shr.u32 a, $1, {4 * part}", *merged) for part in range(4)]
+def _whole_ptx(base: str) -> tl.constexpr:
+    """Return the PTX of `_whole_part` for each part of codes of 4 bits. `base`: twice the bits of `_base`, whose last
+    mantissa bit is worth 1, so that `base | code` is base + code."""
+    merged = f"mov.b32 b, {base}", "lop3.b32 $0, a, 0x000f000f, b, 0xEA"  # a & mask | b
+    return tl.constexpr(tuple(_ptx(f"shr.u32 a, $1, {4 * part}", *merged) for part in range(4)))
 
 
-def _e2m1_ptx(part: int, scaled: bool) -> tl.constexpr:
-    """Return the PTX of `_expand_part` for a part of MXFP4 in bf16, if `scaled`, else that of `_whole_part`. The code's
-    sign, exponent and mantissa, moved to where bf16 has them, are 2^-126 times the number; $2 has the scale."""
+def _e2m1_ptx(part: int, scaled: bool) -> str:
+    """Return the PTX for a part of MXFP4 in bf16: of `_expand_part` if `scaled`, else of `_whole_part`.
+
+    A code's sign, exponent and mantissa are moved to their places in bf16 (0x81c0), which makes 2^-126 times its
+    number. If `scaled`, this is multiplied by 2^126 (0x7e80) and by the scale in $2."""
     moved = [f"shl.b32 a, $1, {3 * part}"]
     if part == 3:  # 66 is 1 << 1 | 1 << 6: the last two bits move by 1, the sign by 6
         moved = ["shr.u32 a, $1, 5", "and.b32 b, a, 0x02600260", "and.b32 a, a, 0x01000100", "mad.lo.u32 a, b, 66, a"]
@@ -69,10 +73,11 @@ def _e2m1_ptx(part: int, scaled: bool) -> tl.constexpr:
     return _ptx(*moved, "and.b32 a, a, 0x81c081c0", *scale)
 
 
-_W0, _W1, _W2, _W3 = _whole_ptx("0x43004300")
-_H0, _H1, _H2, _H3 = _whole_ptx("0x64006400")
-_E0, _E1, _E2, _E3 = (_e2m1_ptx(part, True) for part in range(4))
-_M0, _M1, _M2, _M3 = (_e2m1_ptx(part, False) for part in range(4))
+# Each has the PTX of the four parts.
+_WHOLE_BF16 = _whole_ptx("0x43004300")  # 128
+_WHOLE_FP16 = _whole_ptx("0x64006400")  # 1024
+_WHOLE_E2M1 = tl.constexpr(tuple(_e2m1_ptx(part, False) for part in range(4)))
+_SCALED_E2M1 = tl.constexpr(tuple(_e2m1_ptx(part, True) for part in range(4)))
 
 
 class LowBitMatrix(NamedTuple):
@@ -215,20 +220,15 @@ def _whole_part(codes, like, PART: tl.constexpr, E2M1: tl.constexpr):
     """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, in the shape of `codes`.
     Two of them take two instructions. The caller scales the sums of a group.
 
-    With E2M1 return the numbers of MXFP4, divided by the square of `_unit`. Two of them take 2.5 on average."""
-    if E2M1 and like.dtype == tl.bfloat16:
-        moved: tl.constexpr = _M0 if PART == 0 else _M1 if PART == 1 else _M2 if PART == 2 else _M3
-        whole = tl.inline_asm_elementwise(moved, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif E2M1:
+    With E2M1 return the numbers of MXFP4 without their scales; in bf16 they are divided by the square of `_unit`, and
+    two of them take 2.5 instructions on average."""
+    if E2M1 and like.dtype != tl.bfloat16:
         whole = _e2m1(codes, PART).to(like.dtype)
-    elif like.dtype == tl.bfloat16:
-        text: tl.constexpr = _W0 if PART == 0 else _W1 if PART == 1 else _W2 if PART == 2 else _W3
-        whole = tl.inline_asm_elementwise(text, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif like.dtype == tl.float16:
-        half: tl.constexpr = _H0 if PART == 0 else _H1 if PART == 1 else _H2 if PART == 2 else _H3
-        whole = tl.inline_asm_elementwise(half, "=r,r", [codes], dtype=tl.float16, is_pure=True, pack=2)
-    else:
+    elif like.dtype == tl.float32:
         whole = (codes.to(tl.int32) >> (4 * PART) & 15).to(tl.float32)
+    else:
+        ptx: tl.constexpr = _WHOLE_E2M1 if E2M1 else _WHOLE_BF16 if like.dtype == tl.bfloat16 else _WHOLE_FP16
+        whole = tl.inline_asm_elementwise(ptx[PART], "=r,r", [codes], dtype=like.dtype, is_pure=True, pack=2)
     return whole
 
 
@@ -237,16 +237,16 @@ def _e2m1(codes, PART: tl.constexpr):
     """Return the numbers of a part of MXFP4 without their scales, in fp32."""
     wide = codes.to(tl.int32)
     if PART < 3:
-        bits = wide << (16 + 3 * PART) & -0x7E400000  # 0x81C00000
+        bits = wide << (16 + 3 * PART) & -0x7E400000  # 0x81C00000 as a signed number
     else:
         bits = (wide << 17 & -0x80000000) | (wide << 11 & 0x01000000) | (wide << 12 & 0x00C00000)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
 
 
 @triton.jit
 def _add_whole(piece, codes, v, PART: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
-    """Return piece + the products of a part's codes, plus `_base`, and v. Codes of 8 bits are multiplied by halves,
-    since bf16 has no room for them beside the base."""
+    """Return piece [N, M] plus the product of a part's codes [N, WIDTH], each plus `_base`, and v [WIDTH, M]. Codes of
+    8 bits are multiplied as two halves of 4, since the mantissa of bf16 has no room for more beside the base."""
     if BITS == 8:
         high = tl.dot(_whole_part(codes, v, 2 * PART + 1, False), v, tl.zeros_like(piece), input_precision="ieee")
         piece = high * 16.0 + piece
@@ -255,7 +255,8 @@ def _add_whole(piece, codes, v, PART: tl.constexpr, BITS: tl.constexpr, E2M1: tl
 
 @triton.jit
 def _base(like, BITS: tl.constexpr):
-    """Return what `_whole_part` adds to a code."""
+    """Return the number that `_whole_part` adds to a code of 4 bits; of 8 bits, what it adds to both halves together:
+    to the high one 16 times."""
     base: tl.constexpr = 128.0 if like.dtype == tl.bfloat16 else 1024.0 if like.dtype == tl.float16 else 0.0
     return base * 17 if BITS == 8 else base
 
@@ -263,14 +264,14 @@ def _base(like, BITS: tl.constexpr):
 @triton.jit
 def _unit(dtype: tl.constexpr):
     """Return the number by which x, and then the sums, are multiplied, because `_whole_part` divides MXFP4 by its
-    square. So no sum is rounded as a subnormal number."""
+    square, 2^126. In two steps, so that no sum is so small that it loses bits, nor too large."""
     unit: tl.constexpr = 9.223372036854775808e18 if dtype == tl.bfloat16 else 1.0  # 2^63
     return unit
 
 
 @triton.jit
 def _add_scaled(acc, piece, sums, scale, shift):
-    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]. Without `sums` there is no shift."""
+    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]. There is no shift if `sums` is None."""
     acc = tl.fma(piece, tl.broadcast_to(tl.expand_dims(scale, -1), acc.shape), acc)
     if sums is not None:
         acc = tl.fma(sums, tl.broadcast_to(tl.expand_dims(shift, -1), acc.shape), acc)
@@ -287,8 +288,8 @@ def _expand_part(
     if SCALES == "e2m1" and dtype == tl.bfloat16:
         high = scale.to(tl.int32, bitcast=True) >> 16
         twice = tl.broadcast_to(high | high << 16, codes.shape)
-        text: tl.constexpr = _E0 if PART == 0 else _E1 if PART == 1 else _E2 if PART == 2 else _E3
-        return tl.inline_asm_elementwise(text, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
+        ptx: tl.constexpr = _SCALED_E2M1[PART]
+        return tl.inline_asm_elementwise(ptx, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
     if SCALES == "e2m1":
         numbers = _e2m1(codes, PART) * scale
     else:
@@ -303,37 +304,33 @@ def _expand_part(
 
 @triton.jit
 def _add_step(
-    acc, other, codes, scales, step, line, lines, away, inputs, real, depth,
+    acc, other, codes, scales, step, line, lines, away, inputs, first, real, depth,
     BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, other) [N, M] with the products of a step's columns added. `other` is of the weight rows `away`
-    after acc's, if TWO; else it is unchanged.
+    """Return (acc, other), each [N, M], with the products of a step's columns added: of M rows of x and, in acc, of the
+    weight rows `line` [N]; if TWO, in `other`, of those `away` after them, else it is unchanged. `lines`: the rows of
+    the whole weight.
 
-    For one row of x there are several steps, [S, N], which may lie after the last one, and rows [1, N]. acc is
-    [S, N, M], and `real` [S, M] has the steps of inputs. The sums of MXFP4 are still divided by `_unit`."""
+    `first` [WIDTH, M] are the columns of the step's first part, and `inputs` the address of x's rows. x is read where
+    `real` [1, M], and 0 elsewhere; everywhere if `real` is None. If not EVEN, columns may lie after the last one.
+
+    WHOLE: codes are multiplied as whole numbers, and the sums of MXFP4 stay divided by `_unit`.
+
+    There may be S steps, each with sums of its own: `step` is [S, N], `line` [1, N], `first` [S, WIDTH, M], and acc and
+    `other` are [S, N, M]."""
     PARTS: tl.constexpr = 16 // BITS
-    COLUMNS: tl.constexpr = PARTS * WIDTH
-    ONE_ROW: tl.constexpr = len(acc.shape) == 3
     E2M1: tl.constexpr = SCALES == "e2m1"
-    FEW: tl.constexpr = BITS == 4 and not E2M1 and acc.shape[len(acc.shape) - 1] <= MAX_WHOLE
-    WHOLE: tl.constexpr = SCALES != "halves" if ONE_ROW else FEW
-    k = tl.arange(0, WIDTH)
-    if ONE_ROW:
-        first = k[:, None] + real[:, None, :] * COLUMNS
-        if not EVEN:
-            step = tl.minimum(step, tl.cdiv(depth, COLUMNS) - 1)
-    else:
-        first = (k + step * COLUMNS)[:, None]
-    here = codes + tl.expand_dims(line + step * lines, -1) * WIDTH + k
+    here = codes + tl.expand_dims(line + step * lines, -1) * WIDTH + tl.arange(0, WIDTH)
     h = tl.load(here)
     h_other = h
     if TWO:
         h_other = tl.load(here + away * WIDTH)
     for part in tl.static_range(PARTS):
         column = first + part * WIDTH
-        inside = None if ONE_ROW else real[None, :]
+        inside = real
         if not EVEN:
-            inside = column < depth if ONE_ROW else inside & (column < depth)
+            inside = column < depth if real is None else real & (column < depth)
         v = tl.load(inputs + column, mask=inside, other=None if inside is None else 0.0)
         if E2M1 and WHOLE:
             v *= _unit(v.dtype)
@@ -380,6 +377,7 @@ def _product(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    WHOLE: tl.constexpr = BITS == 4 and SCALES != "e2m1" and BLOCK_M <= MAX_WHOLE
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
     first = index // (SIDE * across) * SIDE
     beside = tl.minimum(tiles - first, SIDE)
@@ -405,9 +403,11 @@ def _product(
         share = tl.cdiv(turns, SPLITS)
         for turn in tl.range(split * share, tl.minimum(turns, (split + 1) * share), num_stages=STAGES):
             for j in tl.static_range(UNROLL):
+                step = turn * UNROLL + j
+                first_column = (tl.arange(0, WIDTH) + step * (16 // BITS * WIDTH))[:, None]
                 acc, other = _add_step(
-                    acc, other, codes, scales, turn * UNROLL + j, line, lines, size, inputs, real, depth,
-                    BITS, GROUP, SCALES, KIND is not None, EVEN,
+                    acc, other, codes, scales, step, line, lines, size, inputs, first_column, real[None, :], depth,
+                    BITS, GROUP, SCALES, KIND is not None, EVEN, WHOLE,
                 )  # fmt: skip
         if BIAS and split == 0:
             acc += tl.load(bias + line).to(tl.float32)[:, None]
@@ -427,33 +427,41 @@ def _row_sums(
     STEPS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
     TWO: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return the products [N] of a row of x and the weight rows `rows` [N], and, if TWO, of those `away` after them.
+    """Return the products [ROWS] of a row of x and the weight rows `rows` [ROWS], and, if TWO, of those `away` after
+    them, else zeros.
 
-    STEPS steps of each row are multiplied at a time. They are a batch of products, so that each warp takes some. If
-    there are fewer than LINES rows, BESIDE steps of each are rows of the same product. Its columns belong to these
-    steps of x in turn, and only sums whose step of the weight is that of x are kept."""
-    BESIDE: tl.constexpr = max(LINES // rows.shape[0], 1)
-    N: tl.constexpr = BESIDE * rows.shape[0]
-    line = tl.reshape(tl.broadcast_to(rows[None, :], (BESIDE, rows.shape[0])), (1, N))
-    batch, column = tl.arange(0, STEPS // BESIDE)[:, None] * BESIDE, tl.arange(0, NARROW)[None, :]
-    beside = tl.arange(0, N)[None, :] // rows.shape[0]
-    acc = tl.zeros((STEPS // BESIDE, N, NARROW), tl.float32)
-    other = tl.zeros((STEPS // BESIDE, N, NARROW), tl.float32)
-    for turn in tl.range(0, tl.cdiv(depth, STEPS * (16 // BITS) * WIDTH), num_stages=STAGES):
-        step = turn * STEPS + batch
+    STEPS steps are multiplied at a time, as a batch of STEPS // STACKED matrix products, which the warps divide. The
+    tensor cores need MMA_M weight rows. If there are fewer, a product has those of STACKED steps, one step below the
+    other. Its MMA_N columns are the row of x at these steps in turn: column c at step c % STACKED. A sum counts only if
+    its row and its column are of the same step (`matched`, in the first STACKED columns)."""
+    ROWS: tl.constexpr = rows.shape[0]
+    STACKED: tl.constexpr = max(MMA_M // ROWS, 1)
+    COLUMNS: tl.constexpr = 16 // BITS * WIDTH
+    WHOLE: tl.constexpr = SCALES != "halves"  # whose parts have two scales
+    tl.static_assert(STACKED <= MMA_N, "each stacked step needs a column")
+    line = tl.reshape(tl.broadcast_to(rows[None, :], (STACKED, ROWS)), (1, STACKED * ROWS))
+    batch, column = tl.arange(0, STEPS // STACKED)[:, None] * STACKED, tl.arange(0, MMA_N)[None, :]
+    stacked = tl.arange(0, STACKED * ROWS)[None, :] // ROWS
+    acc = tl.zeros((STEPS // STACKED, STACKED * ROWS, MMA_N), tl.float32)
+    other = tl.zeros((STEPS // STACKED, STACKED * ROWS, MMA_N), tl.float32)
+    for turn in tl.range(0, tl.cdiv(depth, STEPS * COLUMNS), num_stages=STAGES):
+        step, x_step = turn * STEPS + batch + stacked, turn * STEPS + batch + column % STACKED
+        first = tl.arange(0, WIDTH)[:, None] + x_step[:, None, :] * COLUMNS
+        if not EVEN:
+            step = tl.minimum(step, tl.cdiv(depth, COLUMNS) - 1)  # steps after the last multiply zeros of x
         acc, other = _add_step(
-            acc, other, codes, scales, step + beside, line, lines, away, x, step + column % BESIDE, depth,
-            BITS, GROUP, SCALES, TWO, EVEN,
+            acc, other, codes, scales, step, line, lines, away, x, first, None, depth,
+            BITS, GROUP, SCALES, TWO, EVEN, WHOLE,
         )  # fmt: skip
-    kept = beside[:, :, None] == column[:, None, :]
-    return _sum_steps(acc, kept, x, SCALES, rows.shape[0]), _sum_steps(other, kept, x, SCALES, rows.shape[0])
+    matched = stacked[:, :, None] == column[:, None, :]
+    return _sum_steps(acc, matched, x, SCALES, ROWS), _sum_steps(other, matched, x, SCALES, ROWS)
 
 
 @triton.jit
-def _sum_steps(acc, kept, x, SCALES: tl.constexpr, ROWS: tl.constexpr):
-    """Return the sums [ROWS] of the numbers of acc [S, N, M] that are `kept`."""
+def _sum_steps(acc, matched, x, SCALES: tl.constexpr, ROWS: tl.constexpr):
+    """Return the sums [ROWS] over all steps of the `matched` numbers of acc [S, STACKED * ROWS, MMA_N]."""
     unit: tl.constexpr = _unit(x.dtype.element_ty) if SCALES == "e2m1" else 1.0
-    sums = tl.sum(tl.sum(tl.where(kept, acc * unit, 0.0), axis=2), axis=0)
+    sums = tl.sum(tl.sum(tl.where(matched, acc * unit, 0.0), axis=2), axis=0)
     return tl.sum(tl.reshape(sums, (acc.shape[1] // ROWS, ROWS)), axis=0)
 
 
@@ -465,8 +473,8 @@ def _one_row(
     GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
     DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `fused_moe`'s kernel of one token, for some weight rows. If EXPERTS is 0, this is a linear layer,
-    and TOP is 1."""
+    """Do the same as `fused_moe`'s kernel of one token, for BLOCK_N columns of `out` a program. If EXPERTS is 0, this
+    is a linear layer, and TOP is 1. `lines`: the weight's rows. STEPS: see `_row_sums`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -474,7 +482,7 @@ def _one_row(
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
     n = index % across * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, total = tl.minimum(n, size - 1).to(tl.int64), tl.zeros((BLOCK_N,), tl.float32)
-    for rank in tl.range(0, 1 if TWO else TOP, flatten=True):  # so that an expert is loaded during the one before
+    for rank in tl.range(0, 1 if TWO else TOP, flatten=True):  # flat: loads of an expert begin in the one before
         pair, expert = index // across + rank, 0  # without a KIND the index is less than `across`
         if EXPERTS > 0:
             expert = tl.load(chosen + pair)
@@ -648,7 +656,7 @@ def launch_one_row(
     kind: str | None, pdl: bool, experts: int = 0,
 ) -> Tensor:  # fmt: skip
     """Launch `_one_row` for the experts of a single token or, without `routing`, for a linear layer. Return `out`: of
-    experts with a `kind` it is [top, size], else [1, size]."""
+    experts with a `kind` it is [top, size], else [1, size]. `experts`: how many `weight` has, 0 of a linear layer."""
     top, shares, chosen, divided = 1, out, out, False  # the kernel of a linear layer reads none of these tensors
     if routing is not None:
         top, shares, chosen = routing.expert_ids.shape[1], routing.weights, routing.expert_ids
@@ -669,6 +677,6 @@ def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, determi
     """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs. It has as many stages as fit
     in shared memory. A tile of 0 rows is for `_one_row`."""
     tile = ONE_TILE if deterministic else card_tile(x.device, f"low_bit/half/{'gated' if gated else 'plain'}", rows)
-    bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, NARROW.value) * 8 * x.element_size()
-    stage = bits * tile.depth // 8
-    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
+    column_bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, MMA_N.value) * 8 * x.element_size()
+    stage_bytes = column_bits * tile.depth // 8
+    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage_bytes)))

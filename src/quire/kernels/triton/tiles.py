@@ -48,8 +48,7 @@ ENTRIES: dict[str, tuple[int, ...]] = {
 
 class Tile(NamedTuple):
     """The tile of one program, and its launch options. A size that the kernel has no choice of is 0: `rows` of one row,
-    which has kernels of its own; `rows` and `depth` of attention, which are the queries and the size of a
-    head."""
+    which has kernels of its own; `rows` and `depth` of attention, which are the queries and the size of a head."""
 
     rows: int  # of x, or pairs of an expert
     columns: int  # of the result: rows of the weight, or tokens
