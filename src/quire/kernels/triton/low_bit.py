@@ -560,6 +560,8 @@ def low_bit_linear(
                 torch.addmm(bias[start : start + step], x, numbers.T, out=part)
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
     size = size if kind is None else size // 2
+    if not rows:
+        return x.new_empty(0, size)
     tile = tile or choose_tile(rows, x, weight, kind is not None, deterministic)
     if tile.rows == 0:
         return launch_one_row(x, weight, bias, x.new_empty(1, size), None, tile, kind, pdl)
@@ -567,8 +569,7 @@ def low_bit_linear(
     splits = min(MAX_SPLITS, power_of_2(cdiv(programs, cdiv(size, tile.columns))))
     splits = splits if kind is None and not deterministic else 1
     out = torch.empty(rows * splits, size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
-    if rows:
-        launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
+    launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
     return out if splits == 1 else sum_experts(out, splits, x.dtype, pdl)
 
 
