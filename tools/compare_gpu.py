@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 
-from quire.bench.document import document, short, table, write  # noqa: E402
+from quire.bench.document import check_writable, document, short, table, write  # noqa: E402
 from quire.bench.workloads import parse  # noqa: E402
+from quire.errors import StartupError  # noqa: E402
 from quire.models.named_configs import named_config  # noqa: E402
 
 WORKLOADS = (
@@ -68,6 +71,30 @@ def cases_of(args: argparse.Namespace, vocabulary: int) -> Iterator[dict[str, An
             }  # fmt: skip
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise StartupError for a model, a workload, an interpreter or a file with which a later run would fail."""
+    for model in args.models:
+        if "vocab_size" not in named_config(model):
+            raise StartupError(f"{model} has images", "Name a shape of text alone")
+    for name in args.workloads:
+        parse(name.removeprefix(SAMPLED))
+    if args.vllm and shutil.which(args.vllm) is None:
+        raise StartupError(f"--vllm is {args.vllm}, which is no program", "Give the path of an interpreter")
+    for path in (args.out, args.picture):
+        if path is not None:
+            check_writable(path)
+
+
+def results_of(path: Path) -> list[dict[str, Any]]:
+    """Return the results of an earlier comparison. Raise StartupError if the file has none."""
+    try:
+        results: list[dict[str, Any]] = json.loads(path.read_text())["results"]
+        show(results)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise StartupError(f"{path} can't be drawn: {error!r}", "Give a file that this tool wrote") from error
+    return results
+
+
 def run_one(args: argparse.Namespace, model: str, engine: str) -> dict[str, Any]:
     """Return what a process measured, with its last line as `error` if it failed."""
     with tempfile.TemporaryDirectory() as folder:
@@ -83,14 +110,15 @@ def run_one(args: argparse.Namespace, model: str, engine: str) -> dict[str, Any]
         python = sys.executable if engine == "quire" else args.vllm
         with log.open("w") as file:
             command = [python, HERE / "compare_gpu_worker.py", told, result]
-            try:
+            done: int | None = None
+            with suppress(subprocess.TimeoutExpired):
                 done = subprocess.run(command, stdout=file, stderr=file, timeout=args.timeout, check=False).returncode
-            except subprocess.TimeoutExpired:
-                done = -1
         found: dict[str, Any] = {"model": model, "engine": engine}
         if done:
             said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            found["error"] = said[-1][:200] if done > 0 and said else f"took more than {args.timeout} s"
+            found["error"] = said[-1][:200] if done > 0 and said else f"ended with exit status {done}"
+        elif done is None:
+            found["error"] = f"took more than {args.timeout} s"
         if not result.exists():
             return found
         told_back = json.loads(result.read_text())
@@ -134,10 +162,8 @@ def show(results: Sequence[dict[str, Any]]) -> str:
         rows = [("ready, s", *(short(one.get("ready_s")) for one in mine), "")]
         for name in names:
             key = "ms_a_step" if name.endswith("@1") else "output_tokens_per_s"
-            cells = [
-                short(statistics.median(run[key] for run in one["runs"] if run["workload"] == name))
-                if "runs" in one else "-" for one in mine
-            ]  # fmt: skip
+            runs = [[run[key] for run in one.get("runs", ()) if run["workload"] == name] for one in mine]
+            cells = [short(statistics.median(numbers) if numbers else None) for numbers in runs]
             ratio = times.get((model, name))
             spread = (
                 ""
@@ -170,18 +196,20 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main(given: list[str]) -> int:
     args = arguments().parse_args(given)
-    if args.draw:
-        results = json.loads(args.draw.read_text())["results"]
-    elif not args.models:
+    if not args.draw and not args.models:
         raise SystemExit("Name a shape, such as llama3-8b")
-    else:
-        results = []
+    try:
+        check(args)
+        results = results_of(args.draw) if args.draw else []
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
+    if not args.draw:
         for model in args.models:
             for engine in ["quire", *(["vllm"] if args.vllm else [])]:
                 print(f"{model}, {engine}", file=sys.stderr, flush=True)
                 results.append(run_one(args, model, engine))
                 if args.out:
-                    said = ["PYTHON" if one == args.vllm else one for one in given]
+                    said = [one.replace(args.vllm, "PYTHON") if args.vllm else one for one in given]
                     made = document("compare_gpu", "python tools/compare_gpu.py", said, results)
                     write(args.out, {**made, "ratios": ratios(results)})
     print(show(results))

@@ -31,6 +31,7 @@ for part; do
 done
 root=$(cd "$(dirname "$0")/.." && pwd)
 failed=$out/.failed
+rm -f "$failed"
 python=${PYTHON:-python3} llama=${LLAMA:-llama3-70b} sets=
 for change in "tp=$ranks" ${SET:-}; do sets="$sets --set $change"; done
 workloads=
