@@ -48,7 +48,7 @@ NARROW, LINES = tl.constexpr(8), tl.constexpr(16)
 
 def _ptx(*lines: str) -> tl.constexpr:
     """Return PTX that turns the two codes in register $1 into two 16-bit numbers in $0."""
-    return tl.constexpr("{ .reg .b32 a, b; " + " ".join(f"{line};" for line in lines) + " }")
+    return tl.constexpr("{ .reg .b32 a, b, zero; " + " ".join(f"{line};" for line in lines) + " }")
 
 
 def _whole_ptx(one: str) -> list[tl.constexpr]:
@@ -59,14 +59,15 @@ def _whole_ptx(one: str) -> list[tl.constexpr]:
 
 def _e2m1_ptx(part: int, scaled: bool) -> tl.constexpr:
     """Return the PTX of `_expand_part` for a part of MXFP4 in bf16, if `scaled`, else that of `_whole_part`. The code's
-    sign, exponent and mantissa, moved to where bf16 has them, are 2^-126 times the number; $2 has the scale."""
+    sign, exponent and mantissa, moved to where bf16 has them, are 2^-126 times the number; $2 has the scale. GPUs
+    before Hopper have no product of two numbers in bf16, but one that adds a third, here -0."""
     moved = [f"shl.b32 a, $1, {3 * part}"]
     if part == 3:  # 66 is 1 << 1 | 1 << 6: the last two bits move by 1, the sign by 6
         moved = ["shr.u32 a, $1, 5", "and.b32 b, a, 0x02600260", "and.b32 a, a, 0x01000100", "mad.lo.u32 a, b, 66, a"]
     if not scaled:
         return _ptx(*moved, "and.b32 $0, a, 0x81c081c0")
-    scale = "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b", "mul.rn.bf16x2 $0, a, $2"
-    return _ptx(*moved, "and.b32 a, a, 0x81c081c0", *scale)
+    scale = "mov.b32 b, 0x7e807e80", "fma.rn.bf16x2 a, a, b, zero", "fma.rn.bf16x2 $0, a, $2, zero"
+    return _ptx(*moved, "and.b32 a, a, 0x81c081c0", "mov.b32 zero, 0x80008000", *scale)
 
 
 _W0, _W1, _W2, _W3 = _whole_ptx("0x43004300")
