@@ -264,7 +264,8 @@ def _base(like, BITS: tl.constexpr):
 @triton.jit
 def _unit(dtype: tl.constexpr):
     """Return the number by which x, and then the sums, are multiplied, because `_whole_part` divides MXFP4 by its
-    square. So no sum is rounded as a subnormal number."""
+    square. So no sum is rounded as a subnormal number, unless all of x is below about 1e-17. Numbers of x from 2^65 on
+    become infinite."""
     unit: tl.constexpr = 9.223372036854775808e18 if dtype == tl.bfloat16 else 1.0  # 2^63
     return unit
 
