@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # scripts, not a p
 
 import compare_gpu
 
+OTHER_RESULTS = Path(__file__).parents[1] / "docs" / "measurements" / "h200x2_mixtures.json"
+
 
 def made_up(engine: str, *seconds: float) -> dict[str, Any]:
     case = {"name": "fixed:8:4@1", "prompts": [[1] * 8], "outputs": [4]}
@@ -34,6 +36,43 @@ def test_ratios_are_of_equal_seeds(tmp_path: Path, capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert "1.500 (1.000-2.000)" in shown
     assert "vllm, x: no" in shown
+
+
+def test_an_engine_that_ended_in_the_middle_has_some_results() -> None:
+    some = {**made_up("vllm", 2.0), "error": "ended with exit status -9"}
+    other = compare_gpu.describe_run({"name": "fixed:8:4@3", "seed": 0, "prompts": [[1]], "outputs": [4]}, 1.0)
+    whole = made_up("quire", 1.0)
+    whole["runs"].append(other)
+    shown = compare_gpu.show([whole, some])
+    assert "2.000 (2.000-2.000)" in shown
+    assert shown.endswith("vllm, llama-125m: ended with exit status -9")
+    [line] = [line for line in shown.splitlines() if line.startswith("fixed:8:4@3")]
+    assert line.split()[-2:] == ["4", "-"]
+
+
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    killed = tmp_path / "python"
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o755)
+    args = compare_gpu.make_parser().parse_args(["llama-125m", "--vllm", str(killed), "--workloads", "fixed:8:4@1"])
+    assert compare_gpu.run_one(args, "llama-125m", "vllm")["error"] == "ended with exit status -9"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [([], "Name a shape"), (["llama-125m", "llama-9"], "no model config 'llama-9'"),
+     (["gemma-3-4b-vision"], "has images"),
+     (["llama-125m", "--workloads", "fixed:8:4@1", "sampled:none@1"], "no workload 'none@1'"),
+     (["llama-125m", "--vllm", "/none/python"], "--vllm is /none/python"),
+     (["llama-125m", "--out", str(Path(__file__).parent)], "can't be written"),
+     (["--draw", "/none.json"], "can't be drawn"), (["--draw", __file__], "can't be drawn"),
+     (["--draw", str(OTHER_RESULTS)], "can't be drawn")],
+)  # fmt: skip
+def test_arguments_are_refused(given: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is measured."""
+    monkeypatch.setattr(compare_gpu, "run_one", None)
+    with pytest.raises(SystemExit, match=words):
+        compare_gpu.main(given)
 
 
 @pytest.mark.full

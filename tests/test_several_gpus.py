@@ -30,6 +30,7 @@ def test_arguments_are_refused(tmp_path: Path, arguments: list[str], words: str)
 
 @pytest.mark.parametrize(("python", "status"), [("true", 0), ("false", 1)])
 def test_a_measurement_that_fails_shows(tmp_path: Path, python: str, status: int) -> None:
+    (tmp_path / ".failed").touch()  # of a run that was ended
     command, given = ["sh", str(SCRIPT), "2", str(tmp_path), "sums", "vllm"], {**os.environ, "PYTHON": python}
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=20)
     assert done.returncode == status

@@ -14,20 +14,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 
-from quire.bench.document import document, short, table, write  # noqa: E402
+from quire.bench.document import check_writable, document, short, table, write  # noqa: E402
 from quire.bench.workloads import parse  # noqa: E402
+from quire.errors import StartupError  # noqa: E402
 from quire.models.named_configs import named_config  # noqa: E402
 
 WORKLOADS = (
@@ -68,6 +71,30 @@ def make_cases(args: argparse.Namespace, vocabulary: int) -> Iterator[dict[str, 
             }  # fmt: skip
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise StartupError for a model, a workload, an interpreter or a file with which a later run would fail."""
+    for model in args.models:
+        if "vocab_size" not in named_config(model):
+            raise StartupError(f"{model} has images", "Name a shape of text alone")
+    for name in args.workloads:
+        parse(name.removeprefix(SAMPLED))
+    if args.vllm and shutil.which(args.vllm) is None:
+        raise StartupError(f"--vllm is {args.vllm}, which is no program", "Give the path of an interpreter")
+    for path in (args.out, args.picture):
+        if path is not None:
+            check_writable(path)
+
+
+def results_of(path: Path) -> list[dict[str, Any]]:
+    """Return the results of an earlier comparison. Raise StartupError if the file has none."""
+    try:
+        results: list[dict[str, Any]] = json.loads(path.read_text())["results"]
+        show(results)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise StartupError(f"{path} can't be drawn: {error!r}", "Give a file that this tool wrote") from error
+    return results
+
+
 def run_one(args: argparse.Namespace, model: str, engine: str) -> dict[str, Any]:
     """Run one engine in a process. Return `model` and `engine`; if any case was run, `ready_s`, the seconds until the
     engine was ready, and `runs` (see `describe_run`); and if the process failed, `error`, the last line it printed."""
@@ -85,14 +112,15 @@ def run_one(args: argparse.Namespace, model: str, engine: str) -> dict[str, Any]
         python = sys.executable if engine == "quire" else args.vllm
         with log.open("w") as file:
             command = [python, HERE / "compare_gpu_worker.py", job_file, result_file]
-            try:
+            status: int | None = None  # it took too long
+            with suppress(subprocess.TimeoutExpired):
                 status = subprocess.run(command, stdout=file, stderr=file, timeout=args.timeout, check=False).returncode
-            except subprocess.TimeoutExpired:
-                status = -1
         outcome: dict[str, Any] = {"model": model, "engine": engine}
         if status:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            outcome["error"] = lines[-1][:200] if status > 0 and lines else f"took more than {args.timeout} s"
+            outcome["error"] = lines[-1][:200] if status > 0 and lines else f"ended with exit status {status}"
+        elif status is None:
+            outcome["error"] = f"took more than {args.timeout} s"
         if not result_file.exists():
             return outcome
         result = json.loads(result_file.read_text())
@@ -138,10 +166,8 @@ def show(results: Sequence[dict[str, Any]]) -> str:
             key, unit = "output_tokens_per_s", "output tokens/s"
             if workload.endswith("@1"):  # one request, so that a step is a token
                 key, unit = "ms_a_step", "ms a token"
-            cells = [
-                short(statistics.median(run[key] for run in one["runs"] if run["workload"] == workload))
-                if "runs" in one else "-" for one in engines
-            ]  # fmt: skip
+            runs = [[run[key] for run in one.get("runs", ()) if run["workload"] == workload] for one in engines]
+            cells = [short(statistics.median(numbers) if numbers else None) for numbers in runs]
             ratio, text = by_workload.get((model, workload)), ""
             if ratio is not None:
                 text = f"{ratio['median']:.3f} ({min(ratio['ratios']):.3f}-{max(ratio['ratios']):.3f})"
@@ -173,18 +199,20 @@ def main(argv: list[str]) -> int:
     """Measure, or read the results of a file. Print them, and write and draw them if asked. Return 1 if an engine
     failed."""
     args = make_parser().parse_args(argv)
-    if args.draw:
-        results = json.loads(args.draw.read_text())["results"]
-    elif not args.models:
+    if not args.draw and not args.models:
         raise SystemExit("Name a shape, such as llama3-8b")
-    else:
-        results = []
+    try:
+        check(args)
+        results = results_of(args.draw) if args.draw else []
+    except StartupError as error:
+        raise SystemExit(str(error)) from error
+    if not args.draw:
         for model in args.models:
             for engine in ["quire", *(["vllm"] if args.vllm else [])]:
                 print(f"{model}, {engine}", file=sys.stderr, flush=True)
                 results.append(run_one(args, model, engine))
                 if args.out:  # after each, so that a run that is cut off leaves what it measured
-                    command = ["PYTHON" if word == args.vllm else word for word in argv]  # no path of this machine
+                    command = [word.replace(args.vllm, "PYTHON") if args.vllm else word for word in argv]
                     content = document("compare_gpu", "python tools/compare_gpu.py", command, results)
                     write(args.out, {**content, "ratios": ratios(results)})
     print(show(results))

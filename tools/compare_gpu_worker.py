@@ -83,7 +83,8 @@ def main(job_path: str, result_path: str) -> None:
         assert [len(one.outputs[0].token_ids) for one in outputs] == case["outputs"], "tokens are missing"
         if number:  # 0 is the warm-up
             result["seconds"].append(seconds)
-            Path(result_path).write_text(json.dumps(result))
+            Path(result_path + ".new").write_text(json.dumps(result))
+            os.replace(result_path + ".new", result_path)  # whole, whenever the process ends
         print(f"  {job['engine']} {case['name']}, seed {case['seed']}: {seconds:.3f} s", file=sys.stderr, flush=True)
 
 

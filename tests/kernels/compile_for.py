@@ -291,6 +291,7 @@ def in_few_bits() -> None:
     gate_up, down = made(8 * 5760, 2880, "e2m1"), made(8 * 2880, 2880, "e2m1")
     biases = zeros(8 * 5760), zeros(8 * 2880)
     low_bit.low_bit_moe(zeros(1, 2880), routing, gate_up, down, "clamped_swiglu", biases, pdl=PDL)
+    low_bit.low_bit_linear(zeros(5, 2880), gate_up, None, "clamped_swiglu", pdl=PDL)
 
 
 def in_fp8() -> None:

@@ -115,6 +115,14 @@ def test_linear(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
         close(got, F.silu(gate) * up, 256, size * float(1 + gate.abs().max()))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_rows(deterministic: bool) -> None:
+    packed = low_bit.pack([weights(72, 256, "int8")], DEVICE)
+    x, bias = torch.empty(0, 256, device=DEVICE), torch.zeros(72, device=DEVICE)
+    assert low_bit.low_bit_linear(x, packed, bias, deterministic=deterministic).shape == (0, 72)
+    assert low_bit.low_bit_linear(x, packed, None, "silu", deterministic=deterministic).shape == (0, 36)
+
+
 @TYPES
 def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
     packed = low_bit.pack([weights(72, 256, "int4")], DEVICE)

@@ -47,9 +47,9 @@ MMA_M, MMA_N = tl.constexpr(16), tl.constexpr(8)
 
 
 def _ptx(*lines: str) -> str:
-    """Return inline PTX of these lines, with scratch registers a and b. It reads two int16 of `LowBitMatrix.codes` from
-    register $1, and writes two 16-bit floating-point numbers to $0: those of one part."""
-    return "{ .reg .b32 a, b; " + " ".join(f"{line};" for line in lines) + " }"
+    """Return inline PTX of these lines, with scratch registers a, b and zero. It reads two int16 of
+    `LowBitMatrix.codes` from register $1, and writes two 16-bit floating-point numbers to $0: those of one part."""
+    return "{ .reg .b32 a, b, zero; " + " ".join(f"{line};" for line in lines) + " }"
 
 
 def _whole_ptx(base: str) -> tl.constexpr:
@@ -63,14 +63,15 @@ def _e2m1_ptx(part: int, scaled: bool) -> str:
     """Return the PTX for a part of MXFP4 in bf16: of `_expand_part` if `scaled`, else of `_whole_part`.
 
     A code's sign, exponent and mantissa are moved to their places in bf16 (0x81c0), which makes 2^-126 times its
-    number. If `scaled`, this is multiplied by 2^126 (0x7e80) and by the scale in $2."""
+    number. If `scaled`, this is multiplied by 2^126 (0x7e80) and by the scale in $2. GPUs before Hopper have no product
+    of two numbers in bf16, but one that adds a third, here -0."""
     moved = [f"shl.b32 a, $1, {3 * part}"]
     if part == 3:  # 66 is 1 << 1 | 1 << 6: the last two bits move by 1, the sign by 6
         moved = ["shr.u32 a, $1, 5", "and.b32 b, a, 0x02600260", "and.b32 a, a, 0x01000100", "mad.lo.u32 a, b, 66, a"]
     if not scaled:
         return _ptx(*moved, "and.b32 $0, a, 0x81c081c0")
-    scale = "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b", "mul.rn.bf16x2 $0, a, $2"
-    return _ptx(*moved, "and.b32 a, a, 0x81c081c0", *scale)
+    scale = "mov.b32 b, 0x7e807e80", "fma.rn.bf16x2 a, a, b, zero", "fma.rn.bf16x2 $0, a, $2, zero"
+    return _ptx(*moved, "and.b32 a, a, 0x81c081c0", "mov.b32 zero, 0x80008000", *scale)
 
 
 # Each has the PTX of the four parts.
@@ -264,7 +265,8 @@ def _base(like, BITS: tl.constexpr):
 @triton.jit
 def _unit(dtype: tl.constexpr):
     """Return the number by which x, and then the sums, are multiplied, because `_whole_part` divides MXFP4 by its
-    square, 2^126. In two steps, so that no sum is so small that it loses bits, nor too large."""
+    square, 2^126. In two steps, so that no sum is rounded as a subnormal number, unless all of x is below about 1e-17.
+    Numbers of x from 2^65 on become infinite."""
     unit: tl.constexpr = 9.223372036854775808e18 if dtype == tl.bfloat16 else 1.0  # 2^63
     return unit
 
@@ -568,6 +570,8 @@ def low_bit_linear(
                 torch.addmm(bias[start : start + step], x, numbers.T, out=part)
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
     size = size if kind is None else size // 2
+    if not rows:
+        return x.new_empty(0, size)
     tile = tile or choose_tile(rows, x, weight, kind is not None, deterministic)
     if tile.rows == 0:
         return launch_one_row(x, weight, bias, x.new_empty(1, size), None, tile, kind, pdl)
@@ -575,8 +579,7 @@ def low_bit_linear(
     splits = min(MAX_SPLITS, power_of_2(cdiv(programs, cdiv(size, tile.columns))))
     splits = splits if kind is None and not deterministic else 1
     out = torch.empty(rows * splits, size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
-    if rows:
-        launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
+    launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
     return out if splits == 1 else sum_experts(out, splits, x.dtype, pdl)
 
 
