@@ -207,7 +207,7 @@ class Linear(ShardedModule):
                 formats.append([part])
         if activation is not None and len(formats) > 1:
             return None
-        self.low_bit_parts = None
+        self.low_bit_parts = make = None  # `make` too holds what its part is made of
         if self.low_bit_device.type == "cuda":
             return self._pack_for_gpu(formats, deterministic, activation)
         from quire.kernels.cpu.low_bit_linear import LowBitWeight, PackedLowBitLinear, StackedLowBitLinear
