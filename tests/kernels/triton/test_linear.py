@@ -206,10 +206,8 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
 @TYPES
-@pytest.mark.parametrize("to_l2", [False, True])
-def test_all_tiles_give_the_same_bits(to_l2: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of many rows, and the card's tiles of several rows, which may have a single row too."""
-    monkeypatch.setattr(kernels, "PREFETCH_TO_L2", to_l2)
     x, weight = random(1025, 4096, dtype=dtype), random(4096, 4096, dtype=dtype, seed=1)
     entries = measured_card(DEVICE).tiles.items()
     few = {tile for entry, by_rows in entries if entry.startswith("linear/half") for tile in by_rows.values()}

@@ -30,10 +30,6 @@ from quire.kernels.triton.tiles import Tile
 MAX_ROWS = 32  # at 64 cuBLAS is faster on an H200, except for the head
 MIN_SHARED_MEMORY = 200_000  # bytes that the largest tiles need
 E4M3 = torch.float8_e4m3fn
-PREFETCH_TO_L2 = False
-"""An alternative that was not measured yet. If True, `_few` loads the first `prefetch` tiles of the weight into the L2
-cache before it waits for the preceding kernel, instead of the last ones into registers. Nothing waits for these loads,
-so `prefetch` can be large. Results are the same to the bit."""
 
 
 def supports(weight: Tensor, rows: int) -> bool:
@@ -83,9 +79,7 @@ def _launch(
     if group > 0:
         tile = grouped_tile(tile, depth)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    prefetch = min(tile.prefetch, depth // tile.depth)
-    to_l2 = _floor_power_of_2(prefetch) if PREFETCH_TO_L2 and pdl and tile.rows > 0 else 0
-    early = prefetch if to_l2 == 0 else 0
+    early = min(tile.prefetch, depth // tile.depth)
     even = (depth - early * tile.depth) % tile.depth == 0
     options: dict[str, Any] = {"BLOCK_N": tile.columns, "BLOCK_K": tile.depth, "EARLY": early, "EVEN": even}
     options |= {"num_warps": tile.warps, "GROUP": group, "BIAS": bias is not None, "KIND": activation}
@@ -95,14 +89,9 @@ def _launch(
     if tile.rows == 0:
         _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
     else:
-        options |= {"BLOCK_M": tile.rows, "num_stages": tile.stages, "ROUND_SUMS": round_sums, "TO_L2": to_l2}
+        options |= {"BLOCK_M": tile.rows, "num_stages": tile.stages, "ROUND_SUMS": round_sums}
         _few[grid](*tensors, rows, size, depth, x.stride(0), **options)
     return out
-
-
-def _floor_power_of_2(number: int) -> int:
-    """Return the largest power of 2 up to `number`; 0 for 0."""
-    return 1 << (number.bit_length() - 1) if number > 0 else 0
 
 
 def _check_operands(x: Tensor, weight: Tensor, scale: Tensor | None) -> int:
@@ -146,26 +135,15 @@ def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr)
     return acc
 
 
-@triton.jit
-def _prefetch_to_l2(addresses, SIZE: tl.constexpr):
-    """Start loads of SIZE bytes at each address into the L2 cache."""
-    sizes = tl.full(addresses.shape, SIZE, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [addresses.to(tl.int64), sizes],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _few(
     x, weight, scale, bias, out, rows, size, depth, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ROUND_SUMS: tl.constexpr, TO_L2: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ROUND_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply BLOCK_N rows of the weight a program, all of K in order. Before the wait for the preceding kernel, load
-    the last EARLY tiles of these rows, or the first TO_L2 tiles into the L2 cache."""
+    the last EARLY tiles of these rows."""
     if PDL:
         gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
@@ -176,9 +154,6 @@ def _few(
     early = ()
     for i in tl.static_range(EARLY):
         early += (tl.load(tiles + body + i * BLOCK_K),)
-    if TO_L2 > 0:
-        parts = weight + lines[:, None] * depth + tl.arange(0, TO_L2)[None, :] * BLOCK_K
-        _prefetch_to_l2(parts, BLOCK_K * weight.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
         gdc_wait()
     m = tl.arange(0, BLOCK_M).to(tl.int64)
