@@ -200,7 +200,7 @@ def fits(key: Key, tile: Tile, shared_bytes: int) -> bool:
     stage_bytes = depth * (weights * columns * weight_bytes + rows * (1 if form == "rounded" else 2))
     prefetched_bytes = prefetch * columns * depth * weight_bytes
     small = stages * stage_bytes <= shared_bytes and prefetched_bytes <= MAX_PREFETCH_BYTES * threads
-    if form == "one_token" and family == "low_bit":  # sums of 16 numbers each
+    if form == "one_token" and family == "low_bit":  # a sum is over 16 numbers of a row, and a thread has 1 to 32 sums
         large = weights * columns >= 4 and depth >= 128 and columns * depth >= 16 * threads
         return small and large and weights * columns * depth <= 512 * threads
     if rows == 0:  # without tensor cores: sums of each number of the depth

@@ -160,10 +160,9 @@ def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
 @NAMES
 @pytest.mark.parametrize("own", [range(6), range(2, 5)])
 def test_one_token(name: str, own: range, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With biases, and some experts on other ranks. Neither the last step of a row nor the last turn of the loop is
-    full, except with the first tile."""
-    group = GROUPS[name]
-    hidden, inner, top = (160, 96, 3) if group == 32 else (group + 128 // group * group, group, 3)
+    """With biases, and some experts on other ranks. The last turn of the loop is not full, except with the first tile,
+    nor is the last step of a row with groups of 32 and 64."""
+    top, (hidden, inner) = 3, {32: (160, 96), 64: (192, 64), 128: (256, 128), 256: (256, 256)}[GROUPS[name]]
     gate_up, down = weights(6 * 2 * inner, hidden, name), weights(6 * hidden, inner, name)
     full = [weight.dequantize().double().view(6, -1, weight.numbers.shape[1])[own] for weight in (gate_up, down)]
     packed = []

@@ -6,7 +6,8 @@ single token have their own kernel, without tensor cores (`_low_bit_token`). Man
 library, with a weight that is expanded in memory for the time of the product (`_expand`).
 
 A weight's number is code * scale + shift, in fp32. Either this number is rounded to x's dtype and multiplied
-(`_expand_part`), or the codes are multiplied as whole numbers, and the sum over a group is scaled (`_whole_part`).
+(`_expand_part`), or the codes are multiplied as whole numbers, and sums over columns of one group are scaled: with the
+tensor cores in x's dtype (`_whole_part`), for a single token in fp32 (`_add_steps`).
 """
 
 from __future__ import annotations
@@ -183,8 +184,9 @@ def _load_scale(
     PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
     LANES: tl.constexpr = WIDTH,
 ):  # fmt: skip
-    """Return the scales and shifts of a step's part for the weight rows `line` [N], in fp32: [N], or [N, WIDTH] if
-    SCALES is "halves". With steps [S, N] and rows [1, N] they are [S, N], or [S, N, WIDTH]."""
+    """Return the scales and shifts of a step's part for the weight rows `line`, in fp32. They have the shape to which
+    `step` and `line` are broadcast. If SCALES is "halves", a last dimension follows: LANES numbers, for equal shares of
+    the part's columns. If not EVEN, the part may lie beyond the `depth` columns."""
     PARTS: tl.constexpr = 16 // BITS
     if SCALES == "e2m1":
         word = tl.load(scales + step * lines + line)
@@ -233,7 +235,7 @@ def _raw_part(codes, PART: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexp
         bits = wide << (16 + 3 * PART) & -0x7E400000  # 0x81C00000 as a signed number
     elif SCALES == "e2m1":
         bits = (wide << 17 & -0x80000000) | (wide << 11 & 0x01000000) | (wide << 12 & 0x00C00000)
-    else:  # put at the place of the mantissa of the base that is worth 1
+    else:  # a code's last bit becomes the bit of the base's mantissa that is worth 1
         place: tl.constexpr = 16 if BITS == 4 else 15
         base: tl.constexpr = 0x43000000 if BITS == 4 else 0x43800000
         bits = (wide << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | base
@@ -340,9 +342,9 @@ def _product(
     EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `fused_moe`'s kernel of experts. If EXPERTS is 0, this is a linear layer, each of whose rows is a
-    pair. `lines`: the weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the steps:
-    out [rows, SPLITS, size]."""
+    """Do the same as `fused_moe._experts`. If EXPERTS is 0, this is a linear layer, each of whose rows is a pair.
+    `lines`: the weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the steps: out
+    [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -389,10 +391,10 @@ def _product(
 
 @triton.jit
 def _unit(SCALES: tl.constexpr):
-    """Return the number by which x, and then the sums, are multiplied, because `_raw_part` divides MXFP4 by its square,
-    2^126. In two steps, so that no sum is rounded as a subnormal number, unless all of x is below about 1e-17. Numbers
-    of x from 2^65 on become infinite."""
-    unit: tl.constexpr = 9.223372036854775808e18 if SCALES == "e2m1" else 1.0  # 2^63
+    """Return the number by which first x and then the sums are multiplied: 2^63 for MXFP4, which `_raw_part` returns
+    times 2^-126, else 1. With x as it is, sums would be subnormal and lose bits; with 2^63 x they do only if all of x
+    is below about 1e-17. Numbers of x from 2^65 on become infinite."""
+    unit: tl.constexpr = 9.223372036854775808e18 if SCALES == "e2m1" else 1.0
     return unit
 
 
@@ -403,10 +405,11 @@ def _add_steps(
     ALL: tl.constexpr,
 ):  # fmt: skip
     """Return `sums` [N, S, 4, WIDTH / 4] with the products of the steps `step` [1, S, 1] added: of the weight rows
-    `line` [N, S or 1, 4] and the rows of x at the addresses `x` [1, S, 1], times `factor` [1, S, 1]. If not ALL, only
-    columns of x before DEPTH are read, and only where `real` [1, S, 1]."""
+    `line` [N, S or 1, 4] and the rows of x at the addresses `x` [1, S, 1], times `factor` [1, S, 1]. A sum is over 4
+    columns of each part, whose `codes` are in one int64. If not ALL, only columns of x before DEPTH are read, and only
+    where `real` [1, S, 1]. EVEN: see `_load_scale`."""
     PARTS: tl.constexpr = 16 // BITS
-    FOUR: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16  # numbers of x are loaded at once
+    FOUR: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16  # load 4 numbers of x at once
     k = tl.arange(0, WIDTH // 4)
     h = tl.load(codes + tl.expand_dims(line + step * lines, 3) * (WIDTH // 4) + k)
     for part in tl.static_range(PARTS):
@@ -441,20 +444,21 @@ def _low_bit_token(
     BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     KIND: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `fused_moe`'s kernel of one token, for BLOCK_N rows of the weight a program. `lines`: the rows of
-    the whole weight, of STEPS steps each. If not EVEN, the last step of a row or turn of the loop is not full.
+    """Do the same as `fused_moe._one_token`, for BLOCK_N rows of the weight a program, gate's and up's together.
+    `lines`: the rows of the whole weight, of STEPS steps each. If not EVEN, the last step of a row, or the last turn of
+    the loop, is not full.
 
     One loop runs over the steps of all pairs, TOGETHER at a time. Its tensors are [BLOCK_N / 4, TOGETHER, 4,
-    WIDTH / 4]: a warp has 4 rows of the weight, and the warps have different steps, so that a thread loads numbers of x
-    once for several rows. `codes` are int64, each with those of 4 columns."""
+    WIDTH / 4]: a warp has 4 rows of the weight at a time, and the warps have different steps, so that a thread loads
+    numbers of x once for several rows. `codes` are int64, each with those of 4 columns."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     PAIRS: tl.constexpr = TOP if KIND is None else 1
-    HALVES: tl.constexpr = 1 if KIND is None else 2  # gate and up
-    OWN: tl.constexpr = BLOCK_N if KIND is None else BLOCK_N // 2
-    across, index = tl.cdiv(size, OWN), tl.program_id(0)
-    first_pair, first = index // across, index % across * OWN  # without a KIND the first pair is 0
+    WEIGHTS: tl.constexpr = 1 if KIND is None else 2  # gate and up
+    COLUMNS: tl.constexpr = BLOCK_N // WEIGHTS  # of `out`
+    across, index = tl.cdiv(size, COLUMNS), tl.program_id(0)
+    first_pair, first = index // across, index % across * COLUMNS  # without a KIND the first pair is 0
     # Not loaded in the loop, where the weight's loads would wait for them.
     experts = (tl.load(chosen + first_pair).to(tl.int32),)
     factors = (tl.load(shares) if KIND is None else 1.0,)
@@ -463,7 +467,7 @@ def _low_bit_token(
         factors += (tl.load(shares + i),)
     if not DIVIDED or KIND is None or experts[0] >= 0:
         row = tl.arange(0, BLOCK_N // 4)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
-        row = tl.minimum(first + row % OWN, size - 1) + row // OWN * size
+        row = tl.minimum(first + row % COLUMNS, size - 1) + row // COLUMNS * size
         sums = tl.zeros((BLOCK_N // 4, TOGETHER, 4, WIDTH // 4), tl.float32)
         for turn in tl.range(0, tl.cdiv(PAIRS * STEPS, TOGETHER), num_stages=STAGES):
             step = turn * TOGETHER + tl.arange(0, TOGETHER)[None, :, None]
@@ -476,19 +480,19 @@ def _low_bit_token(
             step -= pair * STEPS
             factor = tl.zeros_like(step).to(tl.float32) + factor * _unit(SCALES)
             sums = _add_steps(
-                sums, x + pair * DEPTH, codes, scales, step, expert * (size * HALVES) + row, lines, factor, real,
+                sums, x + pair * DEPTH, codes, scales, step, expert * (size * WEIGHTS) + row, lines, factor, real,
                 DEPTH, BITS, GROUP, SCALES, EVEN, EVEN and not DIVIDED,
             )  # fmt: skip
         total = tl.reshape(tl.sum(tl.sum(sums, axis=3), axis=1), (BLOCK_N,))
-        n = first + tl.arange(0, BLOCK_N) % OWN
+        n = first + tl.arange(0, BLOCK_N) % COLUMNS
         if bias is not None:
-            rows = tl.minimum(n, size - 1) + tl.arange(0, BLOCK_N) // OWN * size
+            rows = tl.minimum(n, size - 1) + tl.arange(0, BLOCK_N) // COLUMNS * size
             for i in tl.static_range(PAIRS):
                 if not DIVIDED or experts[i] >= 0:
-                    total += tl.load(bias + experts[i] * (size * HALVES) + rows).to(tl.float32) * factors[i]
+                    total += tl.load(bias + experts[i] * (size * WEIGHTS) + rows).to(tl.float32) * factors[i]
         if KIND is not None:
-            gate, up = tl.split(tl.trans(tl.reshape(total, (2, OWN))))
-            total, n = activate_gated(gate, up, KIND), first + tl.arange(0, OWN)
+            gate, up = tl.split(tl.trans(tl.reshape(total, (2, COLUMNS))))
+            total, n = activate_gated(gate, up, KIND), first + tl.arange(0, COLUMNS)
         tl.store(out + first_pair * size + n, total.to(out.dtype.element_ty), mask=n < size)
 
 
@@ -602,7 +606,7 @@ def low_bit_moe(
     parts = x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
-        mean = max(cdiv(int(pairs * routing.share), experts), 2)
+        mean = max(cdiv(int(pairs * routing.share), experts), 1)
         tile = choose_tile(mean, x, weight, kind is not None, deterministic)
         launch(source, weight, bias, target, routing, tokens, tile, kind, pdl, experts=experts)
     return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
@@ -612,7 +616,8 @@ def launch(
     x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing | None, tokens: int,
     tile: Tile, kind: str | None, pdl: bool, splits: int = 1, experts: int = 0,
 ) -> None:  # fmt: skip
-    """Launch `_product` for the experts of `routing` or, without it, for a linear layer."""
+    """Launch `_product` for the `experts` of `routing` or, without it, for a linear layer, whose columns are split
+    `splits` ways."""
     top, shares, counts, pairs = 1, out, out, out  # the kernel of a linear layer reads none of these tensors
     if routing is not None:
         top, shares, counts, pairs = routing.expert_ids.shape[1], routing.weights, routing.counts, routing.pairs
@@ -636,28 +641,27 @@ def launch_one_token(
     x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing, tile: Tile, kind: str | None,
     pdl: bool,
 ) -> Tensor:  # fmt: skip
-    """Launch `_low_bit_token`. Return `out`, [top, size] with a `kind`, else [1, size]."""
-    top, size, columns, steps = routing.expert_ids.shape[1], out.shape[1], tile.columns, len(weight.codes)
-    if kind is not None:
-        columns *= 2
-    width = 16 // weight.bits * GPU_WIDTH
-    together = max(tile.depth // width, 1)
-    even = weight.columns % width == 0 and steps * (top if kind is None else 1) % together == 0
+    """Launch `_low_bit_token`. Return `out`: with an activation `kind` x is [1, columns] and out [top, size], without
+    x is [top, columns] and out [1, size]."""
+    top, size = routing.expert_ids.shape[1], out.shape[1]
+    steps, columns = len(weight.codes), 16 // weight.bits * GPU_WIDTH  # of a step
+    together = max(tile.depth // columns, 1)
+    even = weight.columns % columns == 0 and steps * (top if kind is None else 1) % together == 0
     assert x.data_ptr() % 8 == 0, "4 numbers of x are loaded at once"
-    assert weight.codes.numel() < 1 << 33, "an address is 32 bits times 4 codes"
+    assert weight.codes.numel() < 1 << 33, "int32 offsets reach 2^31 groups of 4 codes"
     options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
     _low_bit_token[(len(out) * cdiv(size, tile.columns),)](
         x, weight.codes.view(torch.int64), weight.scales, bias, routing.weights, out, routing.expert_ids, size,
-        weight.rows, DEPTH=weight.columns, STEPS=steps, TOP=top, BLOCK_N=columns, TOGETHER=together, BITS=weight.bits,
-        GROUP=weight.group, SCALES=weight.kind, EVEN=even, STAGES=tile.stages, KIND=kind, DIVIDED=routing.share < 1,
-        PDL=pdl, **options,
+        weight.rows, DEPTH=weight.columns, STEPS=steps, TOP=top, BLOCK_N=tile.columns * (1 if kind is None else 2),
+        TOGETHER=together, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind, EVEN=even, STAGES=tile.stages,
+        KIND=kind, DIVIDED=routing.share < 1, PDL=pdl, **options,
     )  # fmt: skip
     return out
 
 
 def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> Tile:
-    """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs; 0: for `_low_bit_token`. It
-    has as many stages as fit in shared memory."""
+    """Return the tile for `rows` rows of x or, of experts, for `rows` pairs on average; 0: for `_low_bit_token`. It has
+    as many stages as fit in shared memory, at most the card's."""
     entry = f"low_bit/{'half' if rows else 'one_token'}/{'gated' if gated else 'plain'}"
     tile = ONE_TILE if deterministic else card_tile(x.device, entry, rows)
     column_bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, 1) * 8 * x.element_size()

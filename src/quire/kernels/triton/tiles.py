@@ -8,7 +8,8 @@ card, in the folder `cards`. A card without one uses the table of the nearest.
   "tall", the head "vocabulary". Narrow tiles occupy every multiprocessor, wide ones read x less often. Formats: "half";
   "fp8", for one row; "rounded", FP8 weights and rows that are rounded to FP8 too.
 - experts, by the mean pairs of an expert; low_bit, by the rows of x or these pairs. "gated" has two weights, gate and
-  up, "plain" one. "one_token" is for the experts of a single token; "narrow" by the weight's columns.
+  up, "plain" one. "one_token" is for the experts of a single token; "narrow" for weights of few columns, by the number
+  of columns.
 - decode, by the programs of a multiprocessor: attention with heads of up to the size that is the shape.
 
 Tiles on which the bits of results depend are not here. They are in the kernels' modules and the same on every card:
