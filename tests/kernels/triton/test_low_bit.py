@@ -189,6 +189,31 @@ def test_one_token(name: str, own: range, dtype: torch.dtype, monkeypatch: pytes
 
 
 @TYPES
+@pytest.mark.parametrize("name", ["mxfp4", "awq-128"])
+@pytest.mark.parametrize("chosen", [[0, 4, 5], [0, 1, 5]], ids=["one", "none"])
+def test_experts_that_are_not_chosen_do_not_matter(
+    name: str, chosen: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has the experts 2 to 4, and infinite or NaN scales of 2 and 3. Steps are full, and what the first product
+    does not store is NaN."""
+    matrices = [low_bit.pack([weights(rows * 128, 128, name)], DEVICE) for rows in (6, 3)]
+    x, logits = random(1, 128, seed=7).to(DEVICE, dtype), torch.full((1, 6), -9.0, device=DEVICE, dtype=dtype)
+    logits[:, chosen] = 0
+    monkeypatch.setattr(low_bit, "card_tile", lambda *entry: Tile(0, 16, 64, 2, 1))
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled with NaN
+    try:
+        routing = route(logits, 3, True, False, own=range(2, 5))
+        want = low_bit.low_bit_moe(x, routing, *matrices, "silu")
+        assert bool(want.any()) == (4 in chosen)
+        for matrix in matrices:
+            matrix.scales[..., : matrix.rows // 3 * 2] = -1
+        for pdl in PDL:
+            check_same(low_bit.low_bit_moe(x, routing, *matrices, "silu", pdl=pdl), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@TYPES
 def test_ranks_with_whole_experts(dtype: torch.dtype) -> None:
     """The sum of their outputs is that of all experts."""
     wholes = weights(4 * 256, 128, "awq-128"), weights(4 * 128, 128, "mxfp4")
