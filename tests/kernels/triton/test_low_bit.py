@@ -100,19 +100,20 @@ def test_mxfp4_is_exact() -> None:
 @NAMES
 def test_linear(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row, some, and so many that the weight is expanded, by pieces; with a bias, an activation, and strided
-    rows."""
-    monkeypatch.setattr(low_bit, "EXPANDED_NUMBERS", 256 * 50)
-    weight = weights(72, 256, name)
+    rows. The last step of a row is not full, unless a group fills one."""
+    columns = 256 + GROUPS[name] % 128
+    monkeypatch.setattr(low_bit, "EXPANDED_NUMBERS", columns * 50)
+    weight = weights(72, columns, name)
     packed, full = low_bit.pack([weight], DEVICE), weight.dequantize().to(DEVICE).double()
     bias = random(72, seed=5).to(DEVICE, dtype)
     for rows, pdl in product((1, 5, 20, 40, 140), PDL):
-        x = random(rows, 264, seed=6).to(DEVICE, dtype)[:, :256]
+        x = random(rows, columns + 8, seed=6).to(DEVICE, dtype)[:, :columns]
         want = x.double() @ full.T + bias.double()
         size = float(full.abs().max() * x.abs().max())
-        close(low_bit.low_bit_linear(x, packed, bias, pdl=pdl), want, 256, size)
+        close(low_bit.low_bit_linear(x, packed, bias, pdl=pdl), want, columns, size)
         gate, up = (x.double() @ full.T).chunk(2, dim=1)
         got = low_bit.low_bit_linear(x, packed, None, "silu", pdl=pdl)
-        close(got, F.silu(gate) * up, 256, size * float(1 + gate.abs().max()))
+        close(got, F.silu(gate) * up, columns, size * float(1 + gate.abs().max()))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -184,6 +185,31 @@ def test_one_token(name: str, own: range, dtype: torch.dtype, monkeypatch: pytes
                 want += share * ((F.silu(gate) * up) @ full[1][expert].T + outer_bias[expert])
         assert routing.expert_ids.min() == (0 if len(own) == 6 else -1)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=(2e-2 if CUDA else 1e-5) * float(want.abs().max()))
+
+
+@TYPES
+@pytest.mark.parametrize("name", ["mxfp4", "awq-128"])
+@pytest.mark.parametrize("chosen", [[0, 4, 5], [0, 1, 5]], ids=["one", "none"])
+def test_experts_that_are_not_chosen_do_not_matter(
+    name: str, chosen: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has the experts 2 to 4, and infinite or NaN scales of 2 and 3. Steps are full, and what the first product
+    does not store is NaN."""
+    matrices = [low_bit.pack([weights(rows * 128, 128, name)], DEVICE) for rows in (6, 3)]
+    x, logits = random(1, 128, seed=7).to(DEVICE, dtype), torch.full((1, 6), -9.0, device=DEVICE, dtype=dtype)
+    logits[:, chosen] = 0
+    monkeypatch.setattr(low_bit, "card_tile", lambda *entry: Tile(0, 16, 64, 2, 1))
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled with NaN
+    try:
+        routing = route(logits, 3, True, False, own=range(2, 5))
+        want = low_bit.low_bit_moe(x, routing, *matrices, "silu")
+        assert bool(want.any()) == (4 in chosen)
+        for matrix in matrices:
+            matrix.scales[..., : matrix.rows // 3 * 2] = -1
+        for pdl in PDL:
+            check_same(low_bit.low_bit_moe(x, routing, *matrices, "silu", pdl=pdl), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @TYPES

@@ -465,18 +465,23 @@ def _low_bit_token(
     for i in tl.static_range(1, PAIRS):
         experts += (tl.load(chosen + i).to(tl.int32),)
         factors += (tl.load(shares + i),)
-    if not DIVIDED or KIND is None or experts[0] >= 0:
+    own, turns = experts[0], tl.cdiv(PAIRS * STEPS, TOGETHER)
+    if DIVIDED:
+        for i in tl.static_range(1, PAIRS):
+            own = tl.maximum(own, experts[i])
+        turns = tl.where(own >= 0, turns, 0)
+    if not DIVIDED or KIND is None or own >= 0:
         row = tl.arange(0, BLOCK_N // 4)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
         row = tl.minimum(first + row % COLUMNS, size - 1) + row // COLUMNS * size
         sums = tl.zeros((BLOCK_N // 4, TOGETHER, 4, WIDTH // 4), tl.float32)
-        for turn in tl.range(0, tl.cdiv(PAIRS * STEPS, TOGETHER), num_stages=STAGES):
+        for turn in tl.range(0, turns, num_stages=STAGES):
             step = turn * TOGETHER + tl.arange(0, TOGETHER)[None, :, None]
             pair, expert, factor = step // STEPS, experts[0], factors[0]
             for i in tl.static_range(1, PAIRS):
                 expert, factor = tl.where(pair == i, experts[i], expert), tl.where(pair == i, factors[i], factor)
             real = pair < PAIRS
-            if DIVIDED:
-                real, expert = real & (expert >= 0), tl.maximum(expert, 0)
+            if DIVIDED:  # steps of other ranks' pairs load what another pair loads anyway
+                real, expert = real & (expert >= 0), tl.where(expert >= 0, expert, own)
             step -= pair * STEPS
             factor = tl.zeros_like(step).to(tl.float32) + factor * _unit(SCALES)
             sums = _add_steps(
