@@ -157,6 +157,9 @@ def attend() -> None:
             with_sinks = replace(cache, sinks=torch.zeros(heads))
             decode.decode(zeros(8, heads, dim), with_sinks, tables, ints(8), ints(8), splits=4, pdl=PDL)
             prefill.prefill(zeros(4, heads, dim), with_sinks, tables, zeros(3, 4, dtype=torch.int32))
+        prefill.prefill(
+            zeros(512, heads, dim), cache, tables, zeros(512, 4, dtype=torch.int32), small=True, single=True, pdl=PDL
+        )
         for small in (False, True):
             for whole, in_window in ((False, False), (True, False), (True, True)):
                 prefill.prefill(

@@ -29,6 +29,7 @@ from quire.kernels.triton.linear_tiles import (
     BULK_TILES,
     SCALE_GROUP,
     any_rows_tile,
+    bulk_is_faster,
     few_rows_tile,
     fp8_rows_tile,
     grouped_tile,
@@ -246,16 +247,16 @@ def test_invariant_gated(rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "size", "columns"),
-    [(65, 4096, 64), (128, 4096, 64), (128, 6144, 64), (128, 28672, 256), (256, 6144, 128), (512, 4096, 128),
-     (8192, 4096, 256), (8192, 28672, 256)],
+    ("rows", "size", "tile"),
+    [(64, 28672, (64, 128)), (65, 4096, (64, 128)), (256, 4096, (64, 128)), (128, 28672, (128, 256)),
+     (256, 6144, (128, 128)), (512, 4096, (128, 128)), (512, 6144, (128, 256)), (8192, 28672, (128, 256))],
 )  # fmt: skip
-def test_tiles_of_many_rows_fill_waves(rows: int, size: int, columns: int) -> None:
+def test_tiles_of_many_rows_fill_waves(rows: int, size: int, tile: tuple[int, int]) -> None:
     """Of 132 multiprocessors. The stages of x and weight and half a tile of results fit in shared memory together."""
-    assert any_rows_tile(rows, size, torch.bfloat16, True, 132).columns == columns
-    for tile in BULK_TILES:
-        stored = tile.rows * tile.columns // 2
-        assert 2 * (tile.stages * (tile.rows + tile.columns) * tile.depth + stored) <= 232_448, tile
+    assert any_rows_tile(rows, size, torch.bfloat16, True, 132)[:2] == tile
+    for each in BULK_TILES:
+        stored = each.rows * each.columns // 2
+        assert 2 * (each.stages * (each.rows + each.columns) * each.depth + stored) <= 232_448, each
 
 
 @pytest.mark.parametrize("slots", [4, 256])
@@ -266,7 +267,9 @@ def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
     def tiles(rows: int, size: int) -> set[Tile]:
         few = {few_rows_tile(DEVICE, r, size, 4096) for r in (rows, max(rows, 2)) if rows <= MAX_ROWS}
         few |= {fp8_rows_tile(DEVICE, rows, size, 4096, False)} if 1 < rows <= fp8_linear.MAX_ROWS else set()
-        return few | {any_rows_tile(rows, size, torch.bfloat16, bulk, 132) for bulk in (False, rows > 64)}
+        return few | {
+            any_rows_tile(rows, size, torch.bfloat16, bulk, 132) for bulk in (False, bulk_is_faster(rows, size))
+        }
 
     def of_all(numbers: Iterable[int], size: int) -> set[Tile]:
         return set.union(*(tiles(n, size) for n in numbers))

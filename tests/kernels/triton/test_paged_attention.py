@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton import decode as attention
+from quire.kernels.triton import prefill as prompts
 from quire.kernels.triton.backend import TritonBackend
 from quire.kernels.triton.decode import (
     MAX_SHARED_ROWS,
@@ -28,7 +29,7 @@ from quire.kernels.triton.decode import (
     find_tile,
     num_shared_rows,
 )
-from quire.kernels.triton.prefill import make_prefill_tiles, prefill, tile_queries
+from quire.kernels.triton.prefill import MANY_PROGRAMS, make_prefill_tiles, prefill, tile_queries
 from quire.protocol.model_spec import LayerSpec
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -413,6 +414,21 @@ def test_small_and_large_tiles_give_the_same_bits(heads, more, dtype) -> None:
         tiles = tiles_of(chunks, tile_queries(shape.heads, shape.kv_heads, shape.dim, 2, small))
         results.append(prefill(q, memory.cache, memory.tables, tiles, small=small))
     assert torch.equal(*results)
+    many = -(-MANY_PROGRAMS // (len(q) * shape.kv_heads))
+    ones = tiles_of(chunks, 1).repeat(many, 1)  # all write the same
+    single = prefill(q, memory.cache, memory.tables, ones, small=True, single=True)
+    assert torch.equal(single, results[0])
+
+
+@TYPES
+def test_tiles_of_one_query_equal_dense_attention(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, chunks = Shape(), ((0, 40), (70, 1), (16, 3))
+    memory = filled(shape, tuple(map(sum, chunks)), dtype)
+    q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
+    monkeypatch.setattr(prompts, "MANY_PROGRAMS", 1)
+    for pdl in PDL:
+        got = prefill(q, memory.cache, memory.tables, tiles_of(chunks, 1), small=True, single=True, pdl=pdl)
+        check_rows(got, q, memory, shape, chunks)
 
 
 ROWS = (17, 68, 1, 33, 150)

@@ -176,7 +176,7 @@ class TritonBackend:
             lengths=lengths,
             rows=step.rows,
             tiles=tiles,
-            prefill_kernel=partial(self.default_prefill, pdl=pdl),
+            prefill_kernel=partial(self.default_prefill, single=isinstance(step.tiles, Tensor), pdl=pdl),
             splits=splits or self.num_splits(len(step.slots), cache),
             scratch=scratch,
             pdl=pdl,

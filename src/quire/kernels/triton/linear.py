@@ -24,10 +24,11 @@ from quire.errors import StartupError
 from quire.kernels.triton.activation import ACTIVATIONS, activate
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import cdiv, shared_memory, supports_pdl
-from quire.kernels.triton.linear_tiles import SCALE_GROUP, any_rows_tile, few_rows_tile, grouped_tile
+from quire.kernels.triton.linear_tiles import SCALE_GROUP, any_rows_tile, bulk_is_faster, few_rows_tile, grouped_tile
 from quire.kernels.triton.tiles import Tile
 
 MAX_ROWS = 32  # at 64 cuBLAS is faster on an H200, except for the head
+MAX_PDL_ROWS = 256  # prompts take 4 to 5 % longer if the kernel after one of their products starts early
 MIN_SHARED_MEMORY = 200_000  # bytes that the largest tiles need
 E4M3 = torch.float8_e4m3fn
 
@@ -253,7 +254,7 @@ def batch_invariant_linear(
     if supports(weight, rows):
         return _launch(x, weight, bias, scale, _few_rows_tile(max(rows, 2), weight), None, pdl)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    bulk = group < 0 and _bulk_copies(x, weight, out) and rows > 64
+    bulk = group < 0 and bulk_is_faster(rows, size) and _bulk_copies(x, weight, out)
     tile = any_rows_tile(rows, size, x.dtype, bulk, _multiprocessors(x.device))
     if group > 0:
         tile = grouped_tile(tile, depth)._replace(stages=tile.stages)
@@ -261,6 +262,7 @@ def batch_invariant_linear(
         tile = tile._replace(stages=2)
     tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
     added = out if bias is None else bias
+    pdl = pdl and rows <= MAX_PDL_ROWS
     options = {"num_stages": tile.stages, "num_warps": tile.warps, "PDL": pdl, "launch_pdl": pdl}
     options |= {"BIAS": bias is not None}
     options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}

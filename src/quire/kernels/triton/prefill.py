@@ -27,6 +27,9 @@ from quire.kernels.triton.decode import (
 from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import power_of_2
 
+MANY_PROGRAMS = 512
+"""Programs, more than an H200 runs at once, from which on programs of one warp are faster for rows of one token."""
+
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int, small: bool = False) -> int:
     """Return the queries of a tile of `prefill` for these shapes: the argument for `make_prefill_tiles`."""
@@ -175,7 +178,7 @@ def _prompt(
 
 def prefill(
     q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False,
-    bidirectional: bool = False, in_window: bool = False, pdl: bool = False,
+    single: bool = False, bidirectional: bool = False, in_window: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the causal attention of the queries in `tiles` (of make_prefill_tiles, on the device): q [T, heads, dim]
     -> out [T, heads, dim]. Rows of `out` in no tile are not written. A tile of slot 0 is padding, which sees nothing;
@@ -184,8 +187,8 @@ def prefill(
     With `bidirectional` the position of a tile is that of the last key that its queries see; they see all up to it,
     or with `in_window` those from their windows on. A fifth number of a tile is the position of its first query.
 
-    The keys and values of all queries must be in their pages. `small` tiles waste less on rows of one token. The bits
-    of a query's result depend on the size of tiles, and on nothing else of the step.
+    The keys and values of all queries must be in their pages. `small` tiles waste less on rows of one token; with
+    `single` all are such rows. The bits of a query's result depend on nothing else of the step.
 
     pdl: programmatic dependent launch, on GPUs of capability 9 and more.
     """
@@ -195,6 +198,8 @@ def prefill(
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert q.stride(2) == 1, "heads are rows of `dim` numbers"
     block_m, block_n, warps, stages, registers = _tile_config(dim, q.element_size(), small)
+    if single and max(dim, 8 * group) <= 128 and tiles.shape[0] * cache.kv_heads >= MANY_PROGRAMS:
+        block_m, warps, stages = 16, 1, 2
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
         q, cache.keys, cache.values, tables, tiles, cache.sinks, out, q.stride(0), q.stride(1), out.stride(0),
