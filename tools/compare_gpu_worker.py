@@ -30,9 +30,12 @@ def make_quire(job: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def make_vllm(job: dict[str, Any]) -> tuple[Any, Any]:
-    """Return vLLM's LLM for a job, and its SamplingParams. On one GPU its weights are those of `fill_normal`."""
+    """Return vLLM's LLM for a job, and its SamplingParams. On one GPU a mixture of experts has weights of
+    `fill_normal`."""
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-    if job["tp"] == 1:  # so that the model is made in this process, where the function can be replaced
+    config = json.loads(Path(job["folder"], "config.json").read_text())
+    if job["tp"] == 1 and any("experts" in key for key in config):
+        # The model is then made in this process, where the function can be replaced.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm.model_executor.model_loader.dummy_loader as dummy
 
