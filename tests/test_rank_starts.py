@@ -229,20 +229,28 @@ def test_nothing_where_a_gpu_may_compute(
 @pytest.mark.parametrize("status", [0, 100])
 def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     calls: list[str] = []
-    names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
+    names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent")
     driver = SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) or status for name in names})
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
-    monkeypatch.setattr(module.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
+    sizes: list[int] = []
+
+    def allocate_in_thread(open_driver: Any, num_bytes: int) -> None:
+        assert open_driver() is (None if status else driver), "without a context nothing is allocated"
+        sizes.append(num_bytes)
+
+    monkeypatch.setattr(module, "pinned_block", lambda: SimpleNamespace(allocate_in_thread=allocate_in_thread))
     module.open_gpu(EngineConfig())
     monkeypatch.setattr("os.path.exists", lambda path: path in GPU_DEVICE_FILES)
     for config in (EngineConfig(device="cpu"), EngineConfig(tp=2)):
         module.open_gpu(config)
     assert calls == []
-    module.open_gpu(EngineConfig())
-    assert calls == list(names[: 1 if status else 3]), "no call follows one that fails"
+    module.open_gpu(EngineConfig(swap_gib=0.5))
+    assert calls == list(names[: 1 if status else 4]), "no call follows one that fails"
+    module.open_gpu(EngineConfig(), host_pages=False)
+    assert sizes == [1 << 29, 0]
     monkeypatch.undo()
     if not Path("/dev/nvidiactl").exists():
-        module._open_first_gpu()  # without the library
+        assert module._open_first_gpu() is None  # without the library
 
 
 def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

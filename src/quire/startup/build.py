@@ -30,6 +30,7 @@ from quire.files import MAX_BYTES_BY_FILE, read_json_object
 from quire.ipc.garbage_collection import gc_paused
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
+from quire.kernels.pinned_memory import pinned_block
 from quire.kernels.triton.compile_process import stop_compiler
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
@@ -194,6 +195,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         raise
     finally:
         weight_arena().finish_block()  # after a failed start, too
+        pinned_block().free()  # if nothing uses it
         stop_compiler()
 
 

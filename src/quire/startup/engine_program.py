@@ -35,7 +35,7 @@ def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGram
     config = hello.config
     if not config.has_rank_processes:
         start_kernel_compiler(config)
-    open_gpu(config)
+    open_gpu(config, host_pages=hello.shared_host is None)
     source = read_checkpoint(config)
     preallocate_weights(config, source)
     engine, plan, notices = build_engine(config, source, hello.named, hello.progress, shared_host=hello.shared_host)

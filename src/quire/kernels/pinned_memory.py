@@ -1,0 +1,80 @@
+"""Pinned memory for host pages. The driver takes 0.4 s for a GiB (H200), so a thread can allocate it while torch is
+imported. Does not import torch at the top.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from functools import lru_cache
+from threading import RLock, Thread
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class PinnedBlock:
+    """A block of pinned memory, which one tensor uses at a time. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()  # a tensor may be freed by a garbage collection within
+        self.thread: Thread | None = None
+        self.driver: Any = None  # CUDA's, if the block was allocated
+        self.is_needed = True
+        self.address, self.num_bytes = 0, 0  # of the block while no tensor uses it
+
+    def allocate_in_thread(self, open_driver: Callable[[], Any], num_bytes: int) -> None:
+        """Start a thread that calls `open_driver`, for CUDA's driver with a current context or None, and allocates the
+        block, if it is of more than 0 bytes. The thread does not hold the interpreter's lock. If it fails there is no
+        block. Call it once."""
+        arguments = (open_driver, num_bytes)
+        self.thread = Thread(target=self._allocate, args=arguments, name="quire-gpu", daemon=True)
+        self.thread.start()
+
+    def _allocate(self, open_driver: Callable[[], Any], num_bytes: int) -> None:
+        driver, address = open_driver(), ctypes.c_void_p()
+        if driver is None or not num_bytes or not self.is_needed:
+            return
+        if driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0) == 0 and address.value:
+            with self.lock:
+                self.driver, self.address, self.num_bytes = driver, address.value, num_bytes
+                if not self.is_needed:
+                    self.free()
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """Wait for the thread, and return the block's first bytes as a uint8 tensor; once the tensor is freed they can
+        be taken again. Return None if there is no unused block. A block of too few bytes, or more than twice as many,
+        is freed."""
+        import torch
+
+        if self.thread is not None:
+            self.thread.join()
+        with self.lock:
+            if not num_bytes <= self.num_bytes <= 2 * num_bytes:
+                self.free()
+            if not self.address:
+                return None
+            array = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
+            weakref.finalize(array, self._put_back, self.address, self.num_bytes).atexit = False
+            self.address, self.num_bytes = 0, 0
+            return torch.frombuffer(array, dtype=torch.uint8, count=num_bytes)
+
+    def _put_back(self, address: int, num_bytes: int) -> None:
+        with self.lock:
+            self.address, self.num_bytes = address, num_bytes
+
+    def free(self) -> None:
+        """Free the block, unless a tensor uses it. If the thread has not allocated it yet, it does not or frees it."""
+        with self.lock:
+            self.is_needed = False
+            if self.address:
+                self.driver.cuMemFreeHost(ctypes.c_void_p(self.address))
+                self.address, self.num_bytes = 0, 0
+
+
+@lru_cache(maxsize=1)
+def pinned_block() -> PinnedBlock:
+    """Return the process's block."""
+    return PinnedBlock()
