@@ -20,11 +20,14 @@ from quire.cli.flags import add_batch_flags, add_deploy_flags, add_engine_flags,
 from quire.cli.parser import USAGE_ERROR, Parser, fail
 from quire.cli.vllm_flags import no_effect_notices, unsupported_reason
 from quire.errors import QuireError, StartupError
+from quire.startup.torch_import import start_torch_import
 
 INTERRUPTED = 130
 CONFIG_HELP = "a YAML file of settings: names of flags without dashes; the command line overrides them"
 # Similarity of an unknown flag to a known one, above which that is suggested, or taken for what was meant.
 SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9
+IN_PROCESS_COMMANDS = ("generate", "chat", "run-batch")
+"""Commands whose engine is in this process."""
 MEASURING_COMMANDS = {"bench": "quire.bench", "simulate": "quire.bench.simulate"}
 """Commands that parse their own arguments, and their modules, which are imported late: they import quire.cli.flags."""
 COMMANDS = {
@@ -189,6 +192,8 @@ def _run(args: argparse.Namespace) -> int:
     """Run the function of the command's name in the module of that name."""
     for line in no_effect_notices(args):
         print(line, file=sys.stderr)
+    if args.command in IN_PROCESS_COMMANDS:
+        start_torch_import()
     name = args.command.replace("-", "_")
     run: Callable[[argparse.Namespace], int] = getattr(import_module(f"quire.cli.{name}"), name)
     return run(args)

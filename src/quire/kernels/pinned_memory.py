@@ -28,7 +28,9 @@ class PinnedBlock:
     def allocate_in_thread(self, open_driver: Callable[[], Any], num_bytes: int) -> None:
         """Start a thread that calls `open_driver`, for CUDA's driver with a current context or None, and allocates the
         block, if it is of more than 0 bytes. The thread does not hold the interpreter's lock. If it fails there is no
-        block. Call it once."""
+        block. A second call has no effect."""
+        if self.thread is not None:
+            return
         arguments = (open_driver, num_bytes)
         self.thread = Thread(target=self._allocate, args=arguments, name="quire-gpu", daemon=True)
         self.thread.start()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,6 +69,7 @@ from quire.startup.memory_plan import (
 )
 from quire.startup.prealloc import open_gpu, preallocate_weights
 from quire.startup.speculation import check_speculation
+from quire.startup.torch_import import is_cuda_initialized
 
 if TYPE_CHECKING:
     from quire.distributed.remote_runner import RemoteRunner
@@ -167,7 +167,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         ranks = start_ranks(config, checkpoint)
         if not config.has_rank_processes:
             start_kernel_compiler(config)
-        if "torch" not in sys.modules:  # else another GPU may have been chosen
+        if not is_cuda_initialized():  # else another GPU may have been chosen
             open_gpu(config)
         preallocate_weights(config, checkpoint)
         import_module("torch")
