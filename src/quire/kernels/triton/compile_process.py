@@ -319,7 +319,10 @@ def main() -> None:
     answer_fd = os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # so that output of compilers does not get among the answers
     gc.disable()
-    hash_triton().join()
+    hashing = hash_triton()
+    with suppress(Exception):  # it is reported where it is needed
+        import_module("torch")
+    hashing.join()  # before kernels import more of Triton: no two threads import it at once
     package = import_module(PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{PACKAGE}."):
         with suppress(Exception):  # a module may need another GPU or version
