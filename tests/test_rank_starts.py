@@ -20,10 +20,12 @@ from quire.errors import StartupError
 from quire.ipc.child_process import ChildProcess
 from quire.kernels.cpu.weight_arena import weight_arena
 from quire.startup import build as building
+from quire.startup import early
 from quire.startup import prealloc as module
 from quire.startup.build import build
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
-from quire.startup.prealloc import GPU_DEVICE_FILES, preallocate_weights
+from quire.startup.early import GPU_DEVICE_FILES
+from quire.startup.prealloc import preallocate_weights
 from quire.text.template_process import TemplateProcess
 
 UNEVEN = {"pp": 3, "memory": "virtual"}
@@ -231,26 +233,32 @@ def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, s
     calls: list[str] = []
     names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent")
     driver = SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) or status for name in names})
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(early.ctypes, "CDLL", lambda name: driver)
     sizes: list[int] = []
 
     def allocate_in_thread(open_driver: Any, num_bytes: int) -> None:
         assert open_driver() is (None if status else driver), "without a context nothing is allocated"
         sizes.append(num_bytes)
 
-    monkeypatch.setattr(module, "pinned_block", lambda: SimpleNamespace(allocate_in_thread=allocate_in_thread))
-    module.open_gpu(EngineConfig())
+    monkeypatch.setattr(early, "pinned_block", lambda: SimpleNamespace(allocate_in_thread=allocate_in_thread))
+    early.open_gpu(EngineConfig())
     monkeypatch.setattr("os.path.exists", lambda path: path in GPU_DEVICE_FILES)
     for config in (EngineConfig(device="cpu"), EngineConfig(tp=2)):
-        module.open_gpu(config)
+        early.open_gpu(config)
     assert calls == []
-    module.open_gpu(EngineConfig(swap_gib=0.5))
+    early.open_gpu(EngineConfig(swap_gib=0.5))
     assert calls == list(names[: 1 if status else 4]), "no call follows one that fails"
-    module.open_gpu(EngineConfig(), host_pages=False)
+    early.open_gpu(EngineConfig(), host_pages=False)
     assert sizes == [1 << 29, 0]
+    started: list[EngineConfig] = []
+    monkeypatch.setattr(early, "start_kernel_compiler", started.append)
+    monkeypatch.setattr(early, "is_cuda_initialized", lambda: len(started) == 2)
+    for config in (EngineConfig(tp=2), EngineConfig(), EngineConfig()):
+        early.start_gpu_work(config)
+    assert (len(started), sizes[2:]) == (2, [4 << 30]), "a GPU that was chosen is not opened by its number"
     monkeypatch.undo()
     if not Path("/dev/nvidiactl").exists():
-        assert module._open_first_gpu() is None  # without the library
+        assert early._open_first_gpu() is None  # without the library
 
 
 def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

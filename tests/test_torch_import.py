@@ -116,18 +116,20 @@ def test_commands_with_an_engine_of_their_own_start_the_import(monkeypatch: pyte
     started: list[str] = []
     for module in (quire.cli, quire.bench):
         monkeypatch.setattr(module, "start_torch_import", lambda: started.append("import"))
+    monkeypatch.setattr(quire.cli, "start_gpu_work", lambda config: started.append(config.device))
     monkeypatch.setattr(
         quire.cli, "import_module", lambda name: SimpleNamespace(generate=lambda args: 0, plan=lambda args: 0)
     )
     for arguments, expected in (
-        (["generate", "--prompt", "x"], 1), (["plan"], 0), (["bench", "list"], 0), (["bench", "kernels", "--help"], 0),
+        (["generate", "--device", "cpu"], 2), (["plan"], 0), (["bench", "list"], 0),
+        (["bench", "kernels", "--help"], 0),
         (["bench", "latency", "--help"], 0), (["bench", "serve", "--url", "http://x", "--no-such"], 0),
         (["bench", "latency", "--no-such-flag"], 1),
     ):  # fmt: skip
         started.clear()
         with suppress(SystemExit):
             quire.cli.main(arguments) if arguments[0] != "bench" else quire.bench.main(arguments[1:])
-        assert len(started) == expected, arguments
+        assert started == ["import", "cpu"][:expected], arguments
 
 
 def test_the_engine_s_process_starts_the_import_first(monkeypatch: pytest.MonkeyPatch) -> None:

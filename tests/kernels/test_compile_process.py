@@ -17,7 +17,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels.triton import compile_process
-from quire.startup import build, loader
+from quire.startup import build, early
 
 
 def test_compiled_there_and_found_here(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ class StandIn:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """What is started on a machine with a GPU and 40 cores."""
-    monkeypatch.setattr(loader, "GPU_DEVICE_FILES", (__file__,))
+    monkeypatch.setattr(early, "GPU_DEVICE_FILES", (__file__,))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(40)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(compile_process, "KernelCompiler", StandIn)
@@ -92,16 +92,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
 
 def test_how_many_are_compiled_at_once(made: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks in (1, 4, 13, 14):
-        loader.start_kernel_compiler(EngineConfig(), ranks)
+        early.start_kernel_compiler(EngineConfig(), ranks)
         compile_process.stop_compiler()
-    loader.start_kernel_compiler(EngineConfig(device="cpu"))
-    loader.start_kernel_compiler(EngineConfig(warm_up=False))
+    early.start_kernel_compiler(EngineConfig(device="cpu"))
+    early.start_kernel_compiler(EngineConfig(warm_up=False))
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        loader.start_kernel_compiler(EngineConfig())
+        early.start_kernel_compiler(EngineConfig())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(loader, "GPU_DEVICE_FILES", ())
-    loader.start_kernel_compiler(EngineConfig())
+    monkeypatch.setattr(early, "GPU_DEVICE_FILES", ())
+    early.start_kernel_compiler(EngineConfig())
     assert [one.processes for one in made] == [16, 10, 3], "with fewer cores none is started"
 
 

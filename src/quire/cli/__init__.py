@@ -16,10 +16,18 @@ from importlib import import_module
 from typing import NoReturn
 
 from quire.cli.checkout import import_from_checkout
-from quire.cli.flags import add_batch_flags, add_deploy_flags, add_engine_flags, add_sampling_flags, add_serve_flags
+from quire.cli.flags import (
+    add_batch_flags,
+    add_deploy_flags,
+    add_engine_flags,
+    add_sampling_flags,
+    add_serve_flags,
+    config_from,
+)
 from quire.cli.parser import USAGE_ERROR, Parser, fail
 from quire.cli.vllm_flags import no_effect_notices, unsupported_reason
 from quire.errors import QuireError, StartupError
+from quire.startup.early import start_gpu_work
 from quire.startup.torch_import import start_torch_import
 
 INTERRUPTED = 130
@@ -194,6 +202,7 @@ def _run(args: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     if args.command in IN_PROCESS_COMMANDS:
         start_torch_import()
+        start_gpu_work(config_from(args))
     name = args.command.replace("-", "_")
     run: Callable[[argparse.Namespace], int] = getattr(import_module(f"quire.cli.{name}"), name)
     return run(args)

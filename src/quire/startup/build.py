@@ -57,7 +57,8 @@ from quire.startup.dtypes import (
     quantization_savings,
     with_resolved_attention,
 )
-from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec, start_kernel_compiler
+from quire.startup.early import start_gpu_work
+from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec
 from quire.startup.memory_plan import (
     GIB,
     DraftSizes,
@@ -67,9 +68,8 @@ from quire.startup.memory_plan import (
     describe_pages,
     plan_memory,
 )
-from quire.startup.prealloc import open_gpu, preallocate_weights
+from quire.startup.prealloc import preallocate_weights
 from quire.startup.speculation import check_speculation
-from quire.startup.torch_import import is_cuda_initialized
 
 if TYPE_CHECKING:
     from quire.distributed.remote_runner import RemoteRunner
@@ -165,10 +165,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
     try:
         checkpoint = read_checkpoint(config)
         ranks = start_ranks(config, checkpoint)
-        if not config.has_rank_processes:
-            start_kernel_compiler(config)
-        if not is_cuda_initialized():  # else another GPU may have been chosen
-            open_gpu(config)
+        start_gpu_work(config)
         preallocate_weights(config, checkpoint)
         import_module("torch")
         log.debug("torch is imported")
