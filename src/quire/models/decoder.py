@@ -5,8 +5,10 @@ A model works on tokens and a ForwardContext; batching, the cache and sampling a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -129,6 +131,30 @@ class Attention(nn.Module):
         gate, qkv = qkv[:, : self.gate_heads], qkv[:, self.gate_heads :]
         out = ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
         return out * (ctx.select_logits_rows(gate) if last else gate).flatten(1).sigmoid()
+
+
+@contextmanager
+def one_layer_of_each_kind(model: Any, only_if_plain: bool = False) -> Iterator[None]:
+    """Return a context in which `model` has only one layer of each kind, and its last one: enough to load the kernels
+    of a step. Layers of a kind, with weights of equal shapes and dtypes, after layers of one kind, launch the same
+    kernels. All layers stay if the model is no Decoder, if other ranks must run the same, or with `only_if_plain` if
+    weights are in few bits, whose formats may differ."""
+    if not isinstance(model, Decoder) or model.exchange is not None:
+        yield
+        return
+    layers, kinds = model.layers, model.config.layers
+    first: dict[Any, int] = {}
+    for number, layer in enumerate(layers[:-1]):
+        tensors = chain(layer.named_parameters(), layer.named_buffers())
+        weights = tuple((name, x.shape, x.dtype) for name, x in tensors)
+        is_plain = all(dtype.is_floating_point and dtype.itemsize > 1 for _, _, dtype in weights)
+        before = kinds[number - 1] if number else None
+        first.setdefault((before, kinds[number], weights, None if is_plain or not only_if_plain else number), number)
+    model.layers = module_list([*(layers[number] for number in first.values()), layers[-1]])
+    try:
+        yield
+    finally:
+        model.layers = layers
 
 
 def attention_sinks(model: nn.Module) -> dict[int, Tensor]:

@@ -28,7 +28,13 @@ from quire.kernels.triton.prefill import make_prefill_tiles
 from quire.layers.rotary import RotaryEmbedding
 from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
-from quire.worker.cuda_graphs import AnyEpilogue, CapturedGraph, GraphCapturer, allocate_split_scratch
+from quire.worker.cuda_graphs import (
+    AnyEpilogue,
+    CapturedGraph,
+    GraphCapturer,
+    allocate_split_scratch,
+    layers_before_capture,
+)
 from quire.worker.inputs import FlatInputs, resolve_tokens
 from quire.worker.step_context import AttentionPlanner, StepContext, StepStates
 from quire.worker.store import Store
@@ -295,10 +301,10 @@ class MixedGraphs:
         """Capture a first half, unless it is captured."""
         if (tokens, num_decode_rows) not in self.first_graphs:
             self.inputs.buffer.zero_()
-            self._run_first_half(tokens, num_decode_rows)  # in this thread: libraries have handles per thread
-            self.first_graphs[tokens, num_decode_rows] = self.capturer.capture(
-                partial(self._run_first_half, tokens, num_decode_rows)
-            )
+            step = partial(self._run_first_half, tokens, num_decode_rows)
+            with layers_before_capture(self.model):
+                step()  # in this thread: libraries have handles per thread
+            self.first_graphs[tokens, num_decode_rows] = self.capturer.capture(step, step)
             self.store.clear_scratch()  # results of padding may not be finite
 
     def capture_second_half(self, num_sampled: int) -> None:
