@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -64,6 +65,69 @@ def test_a_process_that_stands_still_is_ended(
     os.kill(process.pid, signal.SIGSTOP)
     assert not compiler.request("os", "system", "x" * 300_000, [])
     assert process.wait(10) == -signal.SIGKILL
+
+
+SERVER = """
+import os, sys, time
+from pathlib import Path
+from quire.kernels.triton import compile_process
+
+def compile(folder, name, *_):
+    os.read(0, 1)  # nothing of the server's input
+    if name == "lost":
+        os._exit(9)
+    if name == "failing":
+        raise ValueError
+    (Path(folder) / name).write_text(str(os.getpid()))
+    time.sleep(float(name.startswith("slow")))
+
+compile_process._compile = compile
+compile_process._build_launcher = lambda types: compile(*types)
+compile_process.Server(2, compile_process.STDOUT).run()
+"""
+
+
+def test_a_process_compiles_one_kernel_after_another(tmp_path: Path) -> None:
+    """Also after one that fails; a process that is lost is replaced; and all end with the server."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    ) as server:  # fmt: skip
+        assert server.stdin is not None
+        assert server.stdout is not None
+
+        def answers(*names: str, launcher: str = "") -> dict[int, int]:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            types = [str(tmp_path), launcher] * bool(launcher)
+            for number, name in enumerate(names, 1):
+                server.stdin.write(json.dumps([number, types, str(tmp_path), name]).encode() + b"\n")
+            return dict(sorted(tuple(map(int, server.stdout.readline().split())) for _ in names))  # type: ignore[misc]
+
+        def pids() -> dict[str, str]:
+            return {file.name: file.read_text() for file in tmp_path.iterdir()}
+
+        assert answers("one") == {1: 1}
+        assert answers("failing") == {1: 0}
+        assert answers("two") == {1: 1}
+        assert len(set(pids().values())) == 1
+        assert answers("slow 1", "slow 2", "slow 3", "long") == dict.fromkeys(range(1, 5), 1)
+        assert len(set(pids().values())) == 2, "at most two"
+        before = set(pids().values())
+        assert answers("lost", "lost", "lost", "slow 4", "slow 5") == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+        assert {pids()["slow 4"], pids()["slow 5"]}.isdisjoint(before), "others took the place of two"
+        assert answers("slow 6", "slow 7", launcher="launcher") == {1: 1, 2: 1}
+        assert "launcher" in pids()
+        (tmp_path / "launcher").unlink()
+        assert answers("three", launcher="launcher") == {1: 1}
+        assert "launcher" not in pids(), "it is built once"
+        left = {pid for pid in pids().values() if Path(f"/proc/{pid}").exists()}
+        assert len(left) == 2
+        server.kill()
+    for _ in range(100):
+        if not any(Path(f"/proc/{pid}").exists() for pid in left):
+            return
+        time.sleep(0.1)
+    raise AssertionError("a process outlived the server")
 
 
 class StandIn:

@@ -2,8 +2,8 @@
 
 Threads compile in parallel only in part: Python translates a kernel to Triton's first intermediate form under the
 interpreter's lock, and the rest shares one address space. Processes share neither. One process, the server, imports the
-kernels while the model is loaded, and forks a process for each kernel. It can fork safely, since it has a single thread
-and does not use the GPU.
+kernels while the model is loaded, and forks processes that compile them, one at a time. It can fork safely, since it
+has a single thread and does not use the GPU.
 
 A request is a line of JSON. Its answer is a line too: the request's number, and 1 if the kernel was compiled, else 0. A
 kernel that could not be compiled there is compiled by the process that needs it, which then raises the error.
@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import sha256
@@ -245,26 +245,64 @@ def _build_launcher(types: list[str]) -> None:
     compile_module_from_src(source, "__triton_launcher", driver.library_dirs(), driver.include_dirs, driver.libraries)
 
 
-def _run_child(result_fd: int, work: Callable[..., None], *arguments: Any) -> NoReturn:
-    """Do the work of a forked process and end it. After success write 1 to the pipe `result_fd`."""
+def _work(request_fd: int, result_fd: int) -> NoReturn:
+    """Carry out the requests of a forked process, until the pipe `request_fd` ends. Write 1 to the pipe `result_fd` for
+    each that succeeds, else 0."""
     try:
-        work(*arguments)
-        os.write(result_fd, b"1")
+        with open(request_fd, "rb") as requests:
+            for request in requests:
+                number, launcher_types, *arguments = json.loads(request)
+                succeeded = b"0"
+                with suppress(Exception):
+                    _compile(*arguments) if number else _build_launcher(launcher_types)
+                    succeeded = b"1"
+                os.write(result_fd, succeeded)
     finally:
         os._exit(0)
 
 
+class Worker:
+    """A forked process of a server, which carries out one request at a time. `other_fds` are the server's, which it
+    closes: a pipe ends when the last process closes it."""
+
+    def __init__(self, other_fds: Iterable[int]) -> None:
+        (request_fd, self.request_fd), (self.result_fd, result_fd) = os.pipe(), os.pipe()
+        self.number: int | None = None
+        """The number of the request that it carries out: 0 for a launcher, None if it is idle."""
+        self.pid = os.fork()
+        if self.pid == 0:
+            for fd in (*other_fds, self.request_fd, self.result_fd):
+                os.close(fd)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
+            _work(request_fd, result_fd)
+        os.close(request_fd)
+        os.close(result_fd)
+
+    def start(self, number: int, request: bytes) -> None:
+        """Start a request. If the process is lost, its results end."""
+        self.number, rest = number, request + b"\n"
+        with suppress(OSError):
+            while rest:
+                rest = rest[os.write(self.request_fd, rest) :]
+
+    def close(self) -> None:
+        """Wait for the end of the process, whose results have ended."""
+        os.close(self.request_fd)
+        os.close(self.result_fd)
+        os.waitpid(self.pid, 0)
+
+
 class Server:
-    """Compiles the kernels that are requested on standard input, and writes answers to the descriptor `answer_fd`.
-    Starts no request while `max_processes` processes run."""
+    """Compiles the kernels that are requested on standard input, and writes answers to the descriptor `answer_fd`. Has
+    at most `max_processes` workers: forking one, and its first kernel, take as long as compiling a small kernel."""
 
     def __init__(self, max_processes: int, answer_fd: int) -> None:
         self.max_processes, self.answer_fd = max_processes, answer_fd
         self.selector = selectors.DefaultSelector()
         self.selector.register(STDIN, selectors.EVENT_READ)
-        self.requests: deque[bytes] = deque()  # that were not started yet
-        self.children: dict[int, tuple[int, int]] = {}  # pipe of the result -> process, number of the request or 0
-        self.launchers: list[list[str]] = []  # types of the arguments of those that were started
+        self.requests: deque[tuple[int, bytes]] = deque()  # that were not started yet, by number
+        self.workers: dict[int, Worker] = {}  # by the pipe of their results
+        self.launchers: list[list[str]] = []  # types of the arguments of those that were requested
 
     def run(self) -> None:
         """Serve until standard input ends."""
@@ -272,43 +310,47 @@ class Server:
         while True:
             for key, _ in self.selector.select():
                 if key.fd != STDIN:
-                    self._finish(key.fd)
+                    self._finish(self.workers[key.fd])
                 elif data := os.read(STDIN, 1 << 16):
                     *lines, rest = (rest + data).split(b"\n")
-                    self.requests += lines
+                    for line in lines:
+                        self._add(line)
                 else:
                     return
-            while self.requests and len(self.children) < self.max_processes:
-                self._start(self.requests.popleft())
+            while self.requests and (worker := self._idle_worker()) is not None:
+                worker.start(*self.requests.popleft())
 
-    def _start(self, request: bytes) -> None:
-        """Start the process of a request, and first that of its launcher, if this is the first kernel that needs it."""
-        number, launcher_types, *arguments = json.loads(request)
+    def _add(self, request: bytes) -> None:
+        """Add a request, and before it that of its launcher, if this is the first kernel that needs it."""
+        number, launcher_types, *_ = json.loads(request)
         if launcher_types and launcher_types not in self.launchers:
             self.launchers.append(launcher_types)
-            self._fork(0, _build_launcher, launcher_types)
-        self._fork(number, _compile, *arguments)
+            self.requests.append((0, json.dumps([0, launcher_types]).encode()))
+        self.requests.append((number, request))
 
-    def _fork(self, number: int, work: Callable[..., None], *arguments: Any) -> None:
-        """Start a process for request `number`, or 0. Its end of the pipe is closed when it ends for any reason."""
-        read_fd, write_fd = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(self.answer_fd)
-            _run_child(write_fd, work, *arguments)
-        os.close(write_fd)
-        self.children[read_fd] = pid, number
-        self.selector.register(read_fd, selectors.EVENT_READ)
+    def _idle_worker(self) -> Worker | None:
+        """Return a worker without a request, a new one if there may be more, or None."""
+        for worker in self.workers.values():
+            if worker.number is None:
+                return worker
+        if len(self.workers) == self.max_processes:
+            return None
+        others = [fd for worker in self.workers.values() for fd in (worker.request_fd, worker.result_fd)]
+        worker = Worker([*others, self.answer_fd, self.selector.fileno()])
+        self.workers[worker.result_fd] = worker
+        self.selector.register(worker.result_fd, selectors.EVENT_READ)
+        return worker
 
-    def _finish(self, read_fd: int) -> None:
-        """Wait for a process that has written its result or ended, and send the answer to its request, if any."""
-        pid, number = self.children.pop(read_fd)
-        compiled = os.read(read_fd, 1) or b"0"
-        self.selector.unregister(read_fd)
-        os.close(read_fd)
-        os.waitpid(pid, 0)
+    def _finish(self, worker: Worker) -> None:
+        """Send the answer to the request of a worker that has written its result, or was lost."""
+        result, number = os.read(worker.result_fd, 1), worker.number
+        worker.number = None
+        if not result:
+            self.selector.unregister(worker.result_fd)
+            del self.workers[worker.result_fd]
+            worker.close()
         if number:
-            os.write(self.answer_fd, b"%d %s\n" % (number, compiled))
+            os.write(self.answer_fd, b"%d %s\n" % (number, result or b"0"))
 
 
 def main() -> None:
