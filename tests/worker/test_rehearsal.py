@@ -155,6 +155,31 @@ def test_a_model_has_its_layers_again() -> None:
     made.engine.close()
 
 
+def test_steps_of_the_warm_up_run_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a capture among them, which all layers belong to, would not be silent."""
+    made = build(EngineConfig(device="cpu", kv_tokens=512))
+    model, seen = made.engine.runner.model, list[int]()
+
+    def run(*_: object) -> None:
+        seen.append(len(model.layers))
+
+    monkeypatch.setattr(warmup, "_compile_kernels", run)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    runner: Any = SimpleNamespace(
+        model=model, exchange=None, decode_graphs=None, mixed_graphs=None, image_inputs=None, prompt_lengths=None,
+        max_rows=4, run_without_mixed_graphs=run, store=made.engine.runner.store, device=torch.device("cpu"),
+    )  # fmt: skip
+    warmup.warm_up(runner, 64, 128)
+    assert len(seen) > 10
+    assert set(seen) == {3}
+    assert len(model.layers) > 3
+    runner.run_without_mixed_graphs = lambda plan: one_layer_of_each_kind(model).__enter__()
+    with pytest.raises(AssertionError, match="captured without them"):
+        warmup.warm_up(runner, 64, 128)
+    assert len(model.layers) > 3
+    made.engine.close()
+
+
 def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.errors import OutOfResources
 

@@ -143,6 +143,7 @@ def one_layer_of_each_kind(model: Any, only_if_plain: bool = False) -> Iterator[
         yield
         return
     layers, kinds = model.layers, model.config.layers
+    assert len(layers) == len(kinds), "layers are left out already, and a graph would be captured without them"
     first: dict[Any, int] = {}
     for number, layer in enumerate(layers[:-1]):
         tensors = chain(layer.named_parameters(), layer.named_buffers())
