@@ -261,6 +261,25 @@ def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, s
         assert early._open_first_gpu() is None  # without the library
 
 
+def test_triton_is_imported_before_torch_where_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def absent() -> None:
+        calls.append("triton")
+        raise ImportError
+
+    monkeypatch.setattr(early, "hash_triton", absent)
+    for compiler in (None, SimpleNamespace()):
+        monkeypatch.setattr(early, "running_compiler", lambda compiler=compiler: compiler)
+        early.import_triton()
+    assert calls == ["triton"], "and another version of it is no error"
+    monkeypatch.setattr(building, "import_triton", lambda: calls.append("before"))
+    monkeypatch.setattr(building, "import_module", calls.append)
+    monkeypatch.setattr(building, "build_engine", lambda *_: (None, None, ()))
+    build(EngineConfig(device="cpu", skip_tokenizer_init=True))
+    assert calls[1:] == ["before", "torch"]
+
+
 def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object) -> None:
         weight_arena().prefault(1 << 20)

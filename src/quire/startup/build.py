@@ -57,7 +57,7 @@ from quire.startup.dtypes import (
     quantization_savings,
     with_resolved_attention,
 )
-from quire.startup.early import start_gpu_work
+from quire.startup.early import import_triton, start_gpu_work
 from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec
 from quire.startup.memory_plan import (
     GIB,
@@ -167,6 +167,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         ranks = start_ranks(config, checkpoint)
         start_gpu_work(config)
         preallocate_weights(config, checkpoint)
+        import_triton()
         import_module("torch")
         log.debug("torch is imported")
         tokenizer, chat_template = read_tokenizer_and_template(config, checkpoint, renderer)

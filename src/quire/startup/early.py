@@ -12,7 +12,7 @@ from typing import Any
 from quire.config import EngineConfig
 from quire.distributed.triton_cache import triton_cache_environment
 from quire.kernels.pinned_memory import pinned_block
-from quire.kernels.triton.compile_process import start_compiler
+from quire.kernels.triton.compile_process import hash_triton, running_compiler, start_compiler
 from quire.startup.torch_import import is_cuda_initialized
 
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -40,6 +40,14 @@ def start_kernel_compiler(config: EngineConfig, shares: int = 1) -> None:
     if processes >= MIN_COMPILED_AT_ONCE and find_spec("triton"):
         os.environ.update(triton_cache_environment())
         start_compiler(processes)
+
+
+def import_triton() -> None:
+    """If a process of this one compiles kernels, import Triton and start to hash its files. Call it before waiting for
+    torch, which another thread may be importing."""
+    if running_compiler() is not None:
+        with suppress(ImportError):  # another version of Triton's
+            hash_triton()
 
 
 def open_gpu(config: EngineConfig, host_pages: bool = True) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGrammars]:
     """Build the engine of a model. Return it, what clients must know of it, and its grammar compiler."""
-    from quire.startup.early import start_gpu_work
+    from quire.startup.early import import_triton, start_gpu_work
 
     config = hello.config
     start_gpu_work(config, host_pages=hello.shared_host is None)
@@ -38,6 +38,7 @@ def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGram
 
     source = read_checkpoint(config)
     preallocate_weights(config, source)
+    import_triton()
     engine, plan, notices = build_engine(config, source, hello.named, hello.progress, shared_host=hello.shared_host)
     stop_compiler()
     return engine, engine_ready(engine, plan.to_lines(), notices), LazyGrammars(config, source, engine)

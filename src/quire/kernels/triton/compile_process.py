@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import sha256
 from importlib import import_module
 from typing import Any, NoReturn
@@ -143,12 +144,14 @@ class KernelCompiler:
                 self._waiting.clear()
 
 
+@lru_cache(maxsize=1)
 def hash_triton() -> threading.Thread:
     """Import Triton, and return a thread that computes the digest of its files, 400 MB, mostly without the
-    interpreter's lock. The digest is a part of all keys of Triton's cache. Triton keeps it."""
-    from triton.runtime.cache import triton_key
+    interpreter's lock. The digest is a part of all keys of Triton's cache. Triton keeps it. A second call returns the
+    same thread."""
+    import triton  # all of it before one of its modules, in case that another thread imports it
 
-    thread = threading.Thread(target=triton_key, name="quire-triton-key", daemon=True)
+    thread = threading.Thread(target=triton.runtime.cache.triton_key, name="quire-triton-key", daemon=True)
     thread.start()
     return thread
 
