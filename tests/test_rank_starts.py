@@ -249,13 +249,14 @@ def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, s
     early.open_gpu(EngineConfig(swap_gib=0.5))
     assert calls == list(names[: 1 if status else 4]), "no call follows one that fails"
     early.open_gpu(EngineConfig(), host_pages=False)
-    assert sizes == [1 << 29, 0]
+    early.open_gpu(EngineConfig(kv_gib=0.25))
+    assert sizes == [1 << 29, 0, 1 << 28]
     started: list[EngineConfig] = []
     monkeypatch.setattr(early, "start_kernel_compiler", started.append)
     monkeypatch.setattr(early, "is_cuda_initialized", lambda: len(started) == 2)
     for config in (EngineConfig(tp=2), EngineConfig(), EngineConfig()):
         early.start_gpu_work(config)
-    assert (len(started), sizes[2:]) == (2, [4 << 30]), "a GPU that was chosen is not opened by its number"
+    assert (len(started), sizes[3:]) == (2, [4 << 30]), "a GPU that was chosen is not opened by its number"
     monkeypatch.undo()
     if not Path("/dev/nvidiactl").exists():
         assert early._open_first_gpu() is None  # without the library

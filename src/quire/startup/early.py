@@ -53,9 +53,10 @@ def import_triton() -> None:
 def open_gpu(config: EngineConfig, host_pages: bool = True) -> None:
     """If this process may compute on a GPU, start a thread that initializes CUDA's driver and the context of the first
     GPU, without the interpreter's lock. torch then uses this context. With `host_pages` the thread then allocates
-    their pinned memory."""
+    their pinned memory: there are not more of them than pages on the GPU."""
     if config.device != "cpu" and not config.has_rank_processes and any(map(os.path.exists, GPU_DEVICE_FILES)):
-        pinned_block().allocate_in_thread(_open_first_gpu, int(config.swap_gib * 2**30) if host_pages else 0)
+        gib = config.swap_gib if config.kv_gib is None else min(config.swap_gib, config.kv_gib)
+        pinned_block().allocate_in_thread(_open_first_gpu, int(gib * 2**30) if host_pages else 0)
 
 
 def _open_first_gpu() -> Any:
