@@ -1,9 +1,9 @@
 """Profile steps on a GPU: their duration, the kernels in them by kind, and the GPU's idle time. For decode steps and
 for steps that compute prompts.
 
-The step is timed without the profiler; kernel times come from profiled steps of the same batch. Kernels that are
-launched early and wait for their predecessors overlap them, so the busy time is the time in which any kernel runs. With
-several ranks each is profiled; a kernel that waits for other ranks counts as running.
+The step is timed without the profiler; kernel times come from profiled steps of the same batch. The busy time is the
+time in which any kernel runs. While several run, it is the time of the one that ends first, as the others were launched
+early and wait for it. With several ranks each is profiled; a kernel that waits for other ranks counts as running.
 """
 
 from __future__ import annotations

@@ -184,11 +184,13 @@ class Model:
 
     @torch.inference_mode()
     def generate(self, prompt: Prompt, count: int) -> list[int]:
+        """Greedy tokens, none of which is TOKEN: Gemma-4's class would take that for a picture's."""
         ids = torch.tensor([prompt.tokens])
         more = self.inputs(prompt) if prompt.media else {}
         found = self.model.generate(
-            input_ids=ids, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids), **more
-        )
+            input_ids=ids, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids),
+            suppress_tokens=[TOKEN], **more,
+        )  # fmt: skip
         return found[0, len(prompt.tokens) :].tolist()
 
 
@@ -288,7 +290,8 @@ class PaliGemma(Model):
     def generate(self, prompt: Prompt, count: int) -> list[int]:
         tokens = list[int]()
         for _ in range(count):
-            tokens.append(int(self.logprobs(prompt, tokens)[-1].argmax()))
+            last = self.logprobs(prompt, tokens)[-1]
+            tokens.append(int(last.index_fill(0, torch.tensor([TOKEN]), -torch.inf).argmax()))
         return tokens
 
 

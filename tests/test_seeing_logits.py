@@ -213,8 +213,7 @@ def test_logits_in_other_memories(saved: Any, case: str, settings: dict[str, Any
 def test_greedy_tokens(saved: Any, case: str) -> None:
     model = saved(case)
     engine = engine_of(model, max_num_batched_tokens=chunk_of(case, 16))
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
-    for prompt, tokens, _ in run(engine, prompts(model, case), params):
+    for prompt, tokens, _ in run(engine, prompts(model, case), sampled(temperature=0)):
         assert tokens == model.generate(prompt, NEW)
     engine.close()
 

@@ -4,12 +4,13 @@
 # Each part ends after its time limit, and the next one starts:
 #   sums    sums over ranks, beside NCCL and torch (150 s)
 #   llama   throughput of Llama-3-70B's shape (240 s), then the simulation's errors (90 s)
-#   vllm    the same throughput by vLLM (330 s), if SITE is a folder with its packages and PEERS one with bench_vllm.py
+#   vllm    the same workloads by quire and by vLLM (570 s), without vLLM if VLLM is not set
 #   opt-c   Figure 12c: OPT-175B's shape, ShareGPT's lengths, vLLM's memory and three Orcas (570 s)
 #   opt-f   Figure 12f: the same, Alpaca's lengths (570 s)
 #
 # Without PART: sums llama opt-c opt-f. OUT gets a JSON document for each part, and log.txt with each run as soon as it
-# ends. Variables for other machines:
+# ends. The exit status is 1 if a run failed. Variables:
+#   VLLM       the interpreter of vLLM's environment
 #   LLAMA      a model config in place of llama3-70b
 #   WORKLOADS  workloads of llama, such as "64:16@4"
 #   SET        changes of the parameters of Figure 12, such as "model=opt-13b kv_tokens=15728"
@@ -30,6 +31,8 @@ for part; do
     case $part in sums | llama | vllm | opt-c | opt-f) ;; *) fail "there is no part $part" ;; esac
 done
 root=$(cd "$(dirname "$0")/.." && pwd)
+failed=$out/.failed # a file that is made if a run fails: a variable of the pipeline below would be lost
+rm -f "$failed"
 python=${PYTHON:-python3} llama=${LLAMA:-llama3-70b} sets=
 for change in "tp=$ranks" ${SET:-}; do sets="$sets --set $change"; done
 workloads=
@@ -38,14 +41,16 @@ for name in ${WORKLOADS:-128:128@1 1000:128@1 1000:128@32 1024:128@512 128:1024@
 done
 # NVLink's multicast of one program can put the GPUs of others out of service.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1 VLLM_ALLREDUCE_USE_SYMM_MEM=0
-export PYTHONUNBUFFERED=1 PYTHONPATH="$root/src:$root${SITE:+:$SITE}"
+export PYTHONUNBUFFERED=1 PYTHONPATH="$root/src:$root"
 
 limited() { # SECONDS COMMAND...: run it in this checkout; what it prints goes to the log too
     seconds=$1
     shift
     echo "== $(date -u +%H:%M:%S) $*"
     (cd "$root" && timeout -k 15 "$seconds" "$@" 2>&1)
-    echo "== exit status $? (124 or 137: it took longer than $seconds s)"
+    status=$?
+    [ $status = 0 ] || : > "$failed"
+    echo "== exit status $status (124 or 137: it took longer than $seconds s)"
 }
 
 quire() { # SECONDS ARGUMENTS...
@@ -68,18 +73,13 @@ quire() { # SECONDS ARGUMENTS...
                 --set "measured=$out/llama.json" --no-pictures --out "$out"
             ;;
         vllm)
-            if [ -d "${SITE:-}/vllm" ] && [ -f "${PEERS:-}/bench_vllm.py" ]; then
-                export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_USE_FLASHINFER_SAMPLER=0 REPS=1
-                export TMPDIR="${TMPDIR:-/tmp}" VLLM_WORKER_MULTIPROC_METHOD=spawn VLLM_LOGGING_LEVEL=WARNING
-                export VLLM_ARGS="{\"tensor_parallel_size\": $ranks}"
-                # shellcheck disable=SC2086,SC2046
-                limited 330 "$python" "$PEERS/bench_vllm.py" "$llama" $(echo "$workloads" | sed 's/--workload//g')
-            else
-                echo "vllm: left out, since SITE has no vLLM or PEERS no bench_vllm.py"
-            fi
+            # shellcheck disable=SC2086,SC2046
+            limited 570 "$python" tools/compare_gpu.py "$llama" --tp "$ranks" --vllm "${VLLM:-}" --seeds 13 \
+                --workloads $(echo "$workloads" | sed 's/--workload//g') --out "$out/beside_vllm.json"
             ;;
         # shellcheck disable=SC2086
         opt-c | opt-f) quire 570 reproduce "fig12${part#opt-}-gpu" $sets --no-pictures --out "$out" ;;
         esac
     done
 } | tee -a "$out/log.txt"
+[ ! -e "$failed" ] || { rm "$failed"; exit 1; }

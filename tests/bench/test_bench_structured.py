@@ -16,7 +16,7 @@ from bench.mixed import Timed, show
 from bench.wire import ROWS
 from quire.bench.structured import made_up
 from quire.core import grammar_masks
-from quire.distributed.rank_queries import covered_time, kernel_kind
+from quire.distributed.rank_queries import divide_time, kernel_kind
 from quire.memory.jenga.two_level_pool import TwoLevelPagePool
 from quire.memory.page_pool import PagePool
 
@@ -63,9 +63,9 @@ def test_a_start_is_measured_to_its_third_token(tmp_path: Path, capsys: pytest.C
 
 
 def test_time_that_kernels_cover_together_is_counted_once() -> None:
-    assert covered_time([]) == 0
-    assert covered_time([(0, 2), (5, 6)]) == 3
-    assert covered_time([(5, 9), (0, 6), (1, 2), (9, 10)]) == 10
+    assert divide_time([]) == []
+    assert divide_time([(0, 2), (5, 6)]) == [2, 1]
+    assert divide_time([(5, 9), (0, 6), (1, 2), (9, 10)]) == [3, 5, 1, 1]
 
 
 @pytest.mark.parametrize(

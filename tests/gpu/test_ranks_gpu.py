@@ -34,9 +34,12 @@ TRANSFORMERS_SHAPE = {
 }  # fmt: skip
 TRANSFORMERS_CONFIGS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 1000, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+        "moe_intermediate_size": 256, "first_k_dense_replace": 1, "head_dim": 64,
+    },
     "gpt_neox": {},
-}
+}  # fmt: skip
 SEEDS = range(24)
 DRAWN: dict[str, list[SamplingParams]] = {
     "greedy": [SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True) for _ in SEEDS],

@@ -61,6 +61,7 @@ from quire.kernels.triton import (
 )
 from quire.kernels.triton.compile_locks import compile_once
 from quire.kernels.triton.compile_process import KernelCompiler
+from quire.kernels.triton.linear_tiles import BULK_TILES
 
 CAPABILITY, SHARED, COUNT, EVERY = (int(word) for word in sys.argv[1:5])
 PDL = CAPABILITY >= 90
@@ -88,10 +89,14 @@ class Driver:
 
 
 def hasty(ptx: str) -> int:
-    """Arrivals of one thread at a barrier in memory with no barrier of its group since the group's last wait."""
+    """Count instructions with which one thread gives shared memory away before all of its group have read it: arrivals
+    at a barrier in memory, and bulk copies into shared memory, with no barrier of the group since its last wait. An
+    arrival with expect_tx only announces the bytes of a copy, so it does not count."""
     count, waited = 0, False
     waits = r"mbarrier\.try_wait|wgmma\.wait_group|cp\.async\.wait_group"
-    for match in re.finditer(rf"({waits})|bar\.sync|(mbarrier\.arrive)\.", ptx):
+    for match in re.finditer(
+        rf"({waits})|bar\.sync|(mbarrier\.arrive\.(?!expect_tx)|cp\.async\.bulk\.tensor\.\dd\.shared)", ptx
+    ):
         count += bool(match[2]) and waited
         waited = bool(match[1]) or (waited and bool(match[2]))
     return count
@@ -192,6 +197,13 @@ def layers() -> None:
         for size, depth in ((6144, 4096), (4096, 4096), (4096, 14336)):
             linear.linear(zeros(rows, depth), zeros(size, depth), pdl=PDL)
         linear.gated_linear(zeros(rows, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
+    linear.batch_invariant_gated_linear(zeros(2, 4096), zeros(2 * 14336, 4096), "silu", pdl=PDL)
+    if CAPABILITY == 90:  # bulk copies, as if these tensors were on a GPU
+        linear._bulk_copies = lambda *tensors: True
+        linear._multiprocessors = lambda device: COUNT  # type: ignore[assignment]
+        for tile in BULK_TILES:
+            linear.any_rows_tile = lambda *shape, tile=tile: tile
+            linear.batch_invariant_linear(zeros(128, 4096), zeros(4096, 4096), zeros(4096), pdl=PDL)
 
 
 def states() -> None:
@@ -252,15 +264,16 @@ def mixtures() -> None:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
         biases = zeros(2 * 1024 * 16), zeros(4096 * 16)
         fused_moe.fused_moe(zeros(tokens, 4096), routing, *kinds[0][0], "clamped_swiglu", biases=biases, pdl=PDL)
-    for tokens in (1, 64):
+    for tokens in (1, 16):
         routing = fused_moe.route(zeros(tokens, 32), 2, False, tokens > 1, own=range(16, 32), pdl=PDL)
         for (gate_up, down), scales in kinds:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
 
 
-def low_bit_matrix(rows: int, columns: int) -> low_bit.LowBitMatrix:
-    codes = zeros(columns // (4 * low_bit.GPU_WIDTH), rows, low_bit.GPU_WIDTH, dtype=torch.int16)
-    return low_bit.LowBitMatrix(codes, zeros(columns // 128, rows, dtype=torch.int32), "zeros", 4, 128, columns)
+def low_bit_matrix(rows: int, columns: int, kind: str = "zeros") -> low_bit.LowBitMatrix:
+    steps, group = -(-columns // (4 * low_bit.GPU_WIDTH)), 32 if kind == "e2m1" else 128
+    codes = zeros(steps, rows, low_bit.GPU_WIDTH, dtype=torch.int16)
+    return low_bit.LowBitMatrix(codes, zeros(steps, rows, dtype=torch.int32), kind, 4, group, columns)
 
 
 def in_few_bits() -> None:
@@ -274,6 +287,11 @@ def in_few_bits() -> None:
     for tokens in (1, 512):
         routing = fused_moe.route(zeros(tokens, 16), 2, False, pdl=PDL)
         low_bit.low_bit_moe(zeros(tokens, 4096), routing, *matrices, "silu", pdl=PDL)
+    routing = fused_moe.route(zeros(1, 16), 2, False, False, own=range(8), pdl=PDL)
+    gate_up, down = made(8 * 5760, 2880, "e2m1"), made(8 * 2880, 2880, "e2m1")
+    biases = zeros(8 * 5760), zeros(8 * 2880)
+    low_bit.low_bit_moe(zeros(1, 2880), routing, gate_up, down, "clamped_swiglu", biases, pdl=PDL)
+    low_bit.low_bit_linear(zeros(5, 2880), gate_up, None, "clamped_swiglu", pdl=PDL)
 
 
 def in_fp8() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import gguf_files
 import numpy as np
@@ -17,7 +18,8 @@ from test_slices import with_bits
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.kernels.cpu.low_bit_linear import PackedLowBitLinear
+from quire.kernels.cpu.low_bit_linear import LowBitWeight, PackedLowBitLinear
+from quire.layers.linear import Linear
 from quire.layers.moe import SparseMLP
 from quire.models.quantization import SCHEMES_ON_LOAD, resolve_scheme
 from quire.startup.build import build
@@ -53,6 +55,21 @@ def test_rounding(form: Any) -> None:
     assert error.mean() > 0.1 * step.mean()
     assert (found[3, 0] == 0).all()
     torch.testing.assert_close(found[4, 1], groups[4, 1], rtol=5e-3, atol=0)
+
+
+def test_parts_are_gone_before_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they are made of may take more memory than the layer."""
+
+    class Part:
+        def __call__(self) -> LowBitWeight:
+            return quantize(torch.ones(8, 32), INT8_FORMAT)
+
+    layer, part = Linear(32, 8, False, torch.float32, CPU), Part()
+    alive = ref(part)
+    layer.low_bit_parts, layer.low_bit_device = [part], torch.device("cuda")
+    del part
+    monkeypatch.setattr(layer, "_pack_for_gpu", lambda *given: alive() is None)
+    assert layer.pack_low_bit(False) is True
 
 
 @pytest.mark.parametrize("asked", ["int8", "int4"])

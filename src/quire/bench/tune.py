@@ -200,6 +200,9 @@ def fits(key: Key, tile: Tile, shared_bytes: int) -> bool:
     stage_bytes = depth * (weights * columns * weight_bytes + rows * (1 if form == "rounded" else 2))
     prefetched_bytes = prefetch * columns * depth * weight_bytes
     small = stages * stage_bytes <= shared_bytes and prefetched_bytes <= MAX_PREFETCH_BYTES * threads
+    if family == "low_bit" and rows == 0:  # see `_row_sums`: a product is of at least 16 rows by 128 columns
+        products, large = columns * depth // 2048, columns >= 2 and depth >= 128
+        return small and large and min(columns, 16) * depth >= 2048 * warps and weights * products <= 8 * warps
     if rows == 0:  # without tensor cores: sums of each number of the depth
         return small and columns >= 2 and depth >= 32 and columns * depth <= MAX_SUMS * threads
     if form == "rounded":

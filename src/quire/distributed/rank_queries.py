@@ -29,8 +29,7 @@ class KernelProfiler:
 
     def end(self) -> dict[str, Any]:
         """Stop the profile and return, in milliseconds, `busy_ms` in which any kernel ran, `span_ms` from the first
-        start to the last end, and `kernels`: count and time by kind. Kernels that are launched early and wait for their
-        predecessors overlap these."""
+        start to the last end, and `kernels`: count and time by kind (see `divide_time`)."""
         import torch
 
         profile, self._profile = self._profile, None
@@ -43,25 +42,33 @@ class KernelProfiler:
             if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]  # not in its stubs
         ]
         kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-        for start, end, name in spans:
+        times = divide_time([(start, end) for start, end, _ in spans])
+        for (_, _, name), own in zip(spans, times):
             kinds[kernel_kind(name)][0] += 1
-            kinds[kernel_kind(name)][1] += (end - start) / 1e3
+            kinds[kernel_kind(name)][1] += own / 1e3
         most = sorted(kinds.items(), key=lambda item: -item[1][1])[:MAX_KINDS]
         reach = max((end for _, end, _ in spans), default=0.0) - min((start for start, _, _ in spans), default=0.0)
         return {
-            "busy_ms": covered_time([(start, end) for start, end, _ in spans]) / 1e3,
+            "busy_ms": sum(times) / 1e3,
             "span_ms": reach / 1e3,
             "kernels": {name: {"count": int(count), "ms": ms} for name, (count, ms) in most},
         }
 
 
-def covered_time(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals (start, end)."""
-    covered, reach = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return covered
+def divide_time(spans: list[tuple[float, float]]) -> list[float]:
+    """Divide the time in which any kernel runs among the kernels, whose starts and ends are `spans`. Return the time of
+    each, in the same unit. While several run, the time is that of the one that ends first: the others were launched
+    early and wait for it."""
+    times, divided = [0.0] * len(spans), list[tuple[float, float]]()  # disjoint intervals, ascending
+    for i in sorted(range(len(spans)), key=lambda i: spans[i][1]):
+        start, end = spans[i]
+        first, times[i] = start, end - start
+        while divided and divided[-1][1] > start:
+            earlier_start, earlier_end = divided.pop()
+            times[i] -= earlier_end - max(earlier_start, start)
+            first = min(first, earlier_start)
+        divided.append((first, end))
+    return times
 
 
 def kernel_kind(name: str) -> str:

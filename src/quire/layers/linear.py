@@ -192,9 +192,9 @@ class Linear(ShardedModule):
     def pack_low_bit(
         self, deterministic: bool, activation: str | None = None, gated: bool = False
     ) -> Callable[[Tensor], Tensor] | None:
-        """Return the product with a low-bit weight, packed, and forget what its parts are made of. Return None if an
-        activation is to be fused and the parts have different formats. They are made here, so that no other layer's
-        are in memory at the same time."""
+        """Return the product with a low-bit weight, packed, and delete the functions that make its parts. The parts are
+        made here, so that no other layer's are in memory at the same time. Return None if an activation is to be fused
+        and the parts have different formats."""
         assert self.low_bit_parts is not None, "not a low-bit weight"
         assert self.weight is not None, "packed twice"
         formats: list[list[LowBitWeight]] = []
@@ -207,7 +207,7 @@ class Linear(ShardedModule):
                 formats.append([part])
         if activation is not None and len(formats) > 1:
             return None
-        self.low_bit_parts = None
+        self.low_bit_parts = make = None  # `make` too holds what its part is made of
         if self.low_bit_device.type == "cuda":
             return self._pack_for_gpu(formats, deterministic, activation)
         from quire.kernels.cpu.low_bit_linear import LowBitWeight, PackedLowBitLinear, StackedLowBitLinear

@@ -68,7 +68,8 @@ class GatedMLP(nn.Module):
         self.gate_up = Linear(hidden, (inner, inner), bias, dtype, device)
         self.down = Linear(inner, hidden, bias, dtype, device, output_modified=output_modified)
         self.gate_kernel: Callable[..., Tensor] | None = None  # act(gate) * up in one launch
-        self.gated_kernel: Callable[..., Tensor] | None = None  # act(gate(x)) * up(x) in one launch, for few rows
+        self.gated_kernel: Callable[..., Tensor] | None = None  # act(gate(x)) * up(x) in one launch
+        self.gated_kernel_rows = 0  # the most rows for which `gated_kernel` is used
         self.packed_kernel: Callable[[Tensor], Tensor] | None = None  # the same on a CPU, for any number of rows
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ class GatedMLP(nn.Module):
         if self.gate_kernel is None:
             gate, up = product(x).chunk(2, dim=-1)
             return self.down(self.act(gate).mul_(up))
-        if self.gated_kernel is not None and len(x) <= product.small_kernel_rows:
+        if self.gated_kernel is not None and len(x) <= self.gated_kernel_rows:
             return self.down(self.gated_kernel(x, product.weight, self.act_name, product.scale, pdl=product.pdl))
         return self.down(self.gate_kernel(product(x), self.act_name, pdl=product.pdl))
 
@@ -94,8 +95,12 @@ class GatedMLP(nn.Module):
 
         if self.act_name in activation.ACTIVATIONS:
             self.gate_kernel = activation.act_and_mul
-            if linear.supports(weight, 1) and self.gate_up.bias is None and not deterministic:
-                self.gated_kernel = linear.gated_linear if self.gate_up.scale is None else fp8_linear.gated_fp8_linear
+            if linear.supports(weight, 1) and self.gate_up.bias is None:
+                self.gated_kernel, self.gated_kernel_rows = linear.gated_linear, linear.MAX_ROWS
+                if deterministic:
+                    self.gated_kernel = linear.batch_invariant_gated_linear
+                elif self.gate_up.scale is not None:
+                    self.gated_kernel, self.gated_kernel_rows = fp8_linear.gated_fp8_linear, fp8_linear.MAX_ROWS
 
 
 class MLP(nn.Module):

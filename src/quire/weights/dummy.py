@@ -104,7 +104,8 @@ def _fill_low_bit(
     noise: Tensor, offset: int,
 ) -> None:  # fmt: skip
     """Fill a low-bit weight, or one with the same values in the model's dtype, as `_fill_shard` does. Its parts have
-    these `formats` and `sizes`. The numbers of one that stays in few bits are made when its layer is prepared."""
+    these `formats` and these `sizes` in rows. If it stays in few bits, its numbers are made only when its layer is
+    prepared, so that no two layers' are in memory at once."""
     parameter, layer = model.get_parameter(name), low_bit.low_bit_layers(model)[name]
     shards = ParameterShards(layer.row_shards, layer.column_shard if layer.column_shard.is_sharded else None)
 

@@ -150,21 +150,8 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
     if decode_graphs is not None:
         for has_images in decode_graphs.image_variants:
             yield partial(decode_graphs.warmup, 1, has_images)
-    if runner.backend.fuses_rope and not runner.deterministic:  # of Triton's kernels
-        from quire.kernels.triton.decode import representative_batches
-
-        store = runner.store
-        kinds = {(c.plan_key, c.kv_heads, c.head_dim): c for c in store.caches.values()}
-        for cache in kinds.values():
-            # Of all kernels, that for long prompts takes longest to compile.
-            yield partial(runner.backend.warmup_long, cache, store.tables[cache.group])
-            for rows in representative_batches(slots, cache, runner.device, runner.backend.shared_rows(cache)):
-                yield partial(runner.backend.warmup, rows, cache, store.tables[cache.group])
-        for cache in {c.plan_key: c for c in store.cross_caches.values()}.values():
-            entries = store.tables[cache.group].view(-1, 1)  # see quire.worker.cross_attention
-            yield partial(runner.backend.warmup_bidirectional, cache, entries)
-            for rows in representative_batches(slots, cache, runner.device, runner.backend.shared_rows(cache)):
-                yield partial(runner.backend.warmup, rows, cache, entries)
+    if runner.backend.fuses_rope:
+        yield from _triton_attention_tasks(runner)
     # Processed logits are float32; the others are sampled in graphs, if there are any.
     dtypes = {torch.float32, *([runner.dtype] if decode_graphs is None else [])}
     yield from runner.sampler.warmup_tasks(dtypes, slots)
@@ -182,6 +169,28 @@ def _compile_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
         yield from (step for size, step in steps if size & (size - 1) == 0)
         if (compiler := running_compiler()) is not None:  # few other sizes have kernels that no power of two has
             yield from (partial(_run_if_compiling, compiler, step) for size, step in steps if size & (size - 1))
+
+
+def _triton_attention_tasks(runner: WarmupRunner) -> Iterator[Callable[[], None]]:
+    """Yield calls of the Triton backend, which together compile its attention kernels."""
+    backend, store = runner.backend, runner.store
+    caches = {(c.plan_key, c.kv_heads, c.head_dim): c for c in store.caches.values()}.values()
+    if runner.deterministic:
+        for cache in caches:
+            yield partial(backend.warmup_small, cache, store.tables[cache.group])
+        return
+    from quire.kernels.triton.decode import representative_batches
+
+    for cache in caches:
+        # Of all kernels, that for long prompts takes longest to compile.
+        yield partial(backend.warmup_long, cache, store.tables[cache.group])
+        for rows in representative_batches(runner.max_rows, cache, runner.device, backend.shared_rows(cache)):
+            yield partial(backend.warmup, rows, cache, store.tables[cache.group])
+    for cache in {c.plan_key: c for c in store.cross_caches.values()}.values():
+        entries = store.tables[cache.group].view(-1, 1)  # see quire.worker.cross_attention
+        yield partial(backend.warmup_bidirectional, cache, entries)
+        for rows in representative_batches(runner.max_rows, cache, runner.device, backend.shared_rows(cache)):
+            yield partial(backend.warmup, rows, cache, entries)
 
 
 def _run_if_compiling(compiler: KernelCompiler, step: Callable[[], None]) -> None:

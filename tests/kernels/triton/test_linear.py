@@ -15,9 +15,25 @@ from torch import Tensor
 from quire.kernels.limits import MAX_SCORED_POSITIONS
 from quire.kernels.triton import fp8_linear
 from quire.kernels.triton import linear as kernels
-from quire.kernels.triton.linear import E4M3, MAX_ROWS, batch_invariant_linear, gated_linear, linear, supports
-from quire.kernels.triton.linear_tiles import SCALE_GROUP, few_rows_tile, fp8_rows_tile, grouped_tile
-from quire.kernels.triton.tiles import Tile
+from quire.kernels.triton.activation import ACTIVATIONS, act_and_mul
+from quire.kernels.triton.linear import (
+    E4M3,
+    MAX_ROWS,
+    batch_invariant_gated_linear,
+    batch_invariant_linear,
+    gated_linear,
+    linear,
+    supports,
+)
+from quire.kernels.triton.linear_tiles import (
+    BULK_TILES,
+    SCALE_GROUP,
+    any_rows_tile,
+    few_rows_tile,
+    fp8_rows_tile,
+    grouped_tile,
+)
+from quire.kernels.triton.tiles import Tile, measured_card
 from quire.layers import mlp
 from quire.weights.fp8 import dequantize as product
 from quire.weights.fp8 import expand_scales, quantize
@@ -188,6 +204,60 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
                     assert torch.equal(linear(some, numbers), same)
 
 
+@pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
+@TYPES
+def test_all_tiles_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of many rows, and the card's tiles of several rows, which may have a single row too."""
+    x, weight = random(1025, 4096, dtype=dtype), random(4096, 4096, dtype=dtype, seed=1)
+    entries = measured_card(DEVICE).tiles.items()
+    few = {tile for entry, by_rows in entries if entry.startswith("linear/half") for tile in by_rows.values()}
+    want = linear(x[:MAX_ROWS], weight)
+    for tile in (tile for tile in few if tile.rows > 0):
+        for rows in {1, 2, tile.rows}:
+            for pdl in PDL:
+                assert torch.equal(linear(x[:rows], weight, pdl=pdl, tile=tile), want[:rows]), tile
+    for tile in BULK_TILES:
+        monkeypatch.setattr(kernels, "any_rows_tile", lambda *shape, tile=tile: tile)
+        whole = batch_invariant_linear(x, weight)
+        assert torch.equal(whole[:MAX_ROWS], want), tile
+        for rows in (65, 100, 128, 129, 257, 512, 1000):
+            for pdl in PDL:
+                assert torch.equal(batch_invariant_linear(x[:rows], weight, pdl=pdl), whole[:rows]), tile
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *HALVES])
+@pytest.mark.parametrize("rows", [1, 2, 9, MAX_ROWS])
+def test_invariant_gated(rows: int, dtype: torch.dtype) -> None:
+    """Sums are rounded before the activation, as if it was another launch. These sums are exact until then."""
+    x = random(rows, 272, dtype=dtype).mul(64).round() / 64
+    weight = random(2 * 100, 272, dtype=dtype, seed=1).mul(2).round()
+    sums = x.double() @ weight.double().T
+    rounded = sums.to(dtype).double()
+    assert dtype == torch.float32 or not torch.equal(rounded, sums)
+    gate, up = rounded.chunk(2, dim=-1)
+    for pdl in PDL:
+        got = batch_invariant_gated_linear(x, weight, "relu", pdl=pdl)
+        assert torch.equal(got, (gate.clamp(min=0) * up).to(dtype))
+        for activation in set(ACTIVATIONS) - {"clamped_swiglu"} if CUDA else ():
+            for numbers, scale, _, _ in every_kind(*weight.shape, dtype):
+                want = act_and_mul(batch_invariant_linear(x, numbers, None, scale), activation)
+                got = batch_invariant_gated_linear(x, numbers, activation, scale, pdl=pdl)
+                assert torch.equal(got.nan_to_num(), want.nan_to_num()), activation
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "columns"),
+    [(65, 4096, 64), (128, 4096, 64), (128, 6144, 64), (128, 28672, 256), (256, 6144, 128), (512, 4096, 128),
+     (8192, 4096, 256), (8192, 28672, 256)],
+)  # fmt: skip
+def test_tiles_of_many_rows_fill_waves(rows: int, size: int, columns: int) -> None:
+    """Of 132 multiprocessors. The stages of x and weight and half a tile of results fit in shared memory together."""
+    assert any_rows_tile(rows, size, torch.bfloat16, True, 132).columns == columns
+    for tile in BULK_TILES:
+        stored = tile.rows * tile.columns // 2
+        assert 2 * (tile.stages * (tile.rows + tile.columns) * tile.depth + stored) <= 232_448, tile
+
+
 @pytest.mark.parametrize("slots", [4, 256])
 @pytest.mark.parametrize("tokens", [16, 100, 1024, 8192])
 def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
@@ -196,7 +266,7 @@ def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
     def tiles(rows: int, size: int) -> set[Tile]:
         few = {few_rows_tile(DEVICE, r, size, 4096) for r in (rows, max(rows, 2)) if rows <= MAX_ROWS}
         few |= {fp8_rows_tile(DEVICE, rows, size, 4096, False)} if 1 < rows <= fp8_linear.MAX_ROWS else set()
-        return few | {kernels.any_rows_tile(rows, size, torch.bfloat16, bulk) for bulk in (False, rows > 64)}
+        return few | {any_rows_tile(rows, size, torch.bfloat16, bulk, 132) for bulk in (False, rows > 64)}
 
     def of_all(numbers: Iterable[int], size: int) -> set[Tile]:
         return set.union(*(tiles(n, size) for n in numbers))

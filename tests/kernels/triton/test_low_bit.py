@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from quire.kernels.cpu.low_bit_linear import LowBitFormat, LowBitWeight
 from quire.kernels.triton import launch, low_bit
 from quire.kernels.triton.fused_moe import route
+from quire.kernels.triton.tiles import Tile
 from quire.layers.experts_config import ExpertsConfig
 from quire.layers.linear import Linear
 from quire.layers.moe import SparseMLP
@@ -114,6 +115,14 @@ def test_linear(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
         close(got, F.silu(gate) * up, 256, size * float(1 + gate.abs().max()))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_rows(deterministic: bool) -> None:
+    packed = low_bit.pack([weights(72, 256, "int8")], DEVICE)
+    x, bias = torch.empty(0, 256, device=DEVICE), torch.zeros(72, device=DEVICE)
+    assert low_bit.low_bit_linear(x, packed, bias, deterministic=deterministic).shape == (0, 72)
+    assert low_bit.low_bit_linear(x, packed, None, "silu", deterministic=deterministic).shape == (0, 36)
+
+
 @TYPES
 def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
     packed = low_bit.pack([weights(72, 256, "int4")], DEVICE)
@@ -145,6 +154,55 @@ def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
         got = low_bit.low_bit_moe(x, routing, *packed, "silu", pdl=pdl)
         size = float(want.abs().max())
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=(2e-2 if CUDA else 1e-5) * size)
+
+
+@TYPES
+@NAMES
+def test_one_row(name: str, dtype: torch.dtype) -> None:
+    """A linear layer in tiles of fewer weight rows than the tensor cores need, and of more. Columns are not a multiple
+    of a step's, nor steps a multiple of those that a tile multiplies at a time."""
+    columns = 5 * max(GROUPS[name], 64) - (32 if name == "mxfp4" else 0)
+    weight = weights(50, columns, name)
+    packed, full = low_bit.pack([weight], DEVICE), weight.dequantize().to(DEVICE).double()
+    x, bias = random(1, columns, seed=6).to(DEVICE, dtype), random(50, seed=5).to(DEVICE, dtype)
+    want = x.double() @ full.T + bias.double()
+    gate, up = want.chunk(2, dim=1)
+    size = float(full.abs().max() * x.abs().max())
+    tiles = Tile(0, 2, 1024, 2, 1), Tile(0, 8, 256, 3, 2), Tile(0, 32, 256, 3, 4)
+    for tile, pdl in zip(tiles, cycle(PDL)):
+        got = low_bit.low_bit_linear(x, packed, bias, pdl=pdl, tile=tile)
+        close(got, want, columns, size)
+        got = low_bit.low_bit_linear(x, packed, bias, "clamped_swiglu", pdl=pdl, tile=tile)
+        limited = gate.clamp(max=7)
+        close(got, limited * torch.sigmoid(1.702 * limited) * (up.clamp(-7, 7) + 1), columns, 2 * size)
+
+
+@TYPES
+@pytest.mark.parametrize("name", ["mxfp4", "awq-64", "gptq-128"])
+@pytest.mark.parametrize("own", [range(6), range(2, 5)])
+def test_one_token(name: str, own: range, dtype: torch.dtype) -> None:
+    """With biases. Experts of other ranks are left out."""
+    hidden, inner, top = {"mxfp4": 160, "awq-64": 192, "gptq-128": 256}[name], 128, 3
+    gate_up, down = weights(6 * 2 * inner, hidden, name), weights(6 * hidden, inner, name)
+    full = [weight.dequantize().double().view(6, -1, weight.numbers.shape[1])[own] for weight in (gate_up, down)]
+    packed = []
+    for weight, rows in ((gate_up, 2 * inner), (down, hidden)):
+        parts = (None if part is None else part[own.start * rows : own.stop * rows] for part in weight[1:])
+        packed.append(low_bit.pack([LowBitWeight(weight.form, *parts)], DEVICE))
+    x, biases = random(1, hidden, seed=7), [random(len(own) * rows, seed=9) for rows in (2 * inner, hidden)]
+    x, biases = x.to(DEVICE, dtype), [bias.to(DEVICE, dtype) for bias in biases]
+    logits = torch.tensor([[0.0, -9, 1, -9, 2, -9]]).to(DEVICE, dtype)
+    for pdl in PDL:
+        routing = route(logits, top, True, False, own=own, pdl=pdl)
+        got = low_bit.low_bit_moe(x, routing, *packed, "silu", (biases[0], biases[1]), pdl=pdl).cpu().double()
+        want = torch.zeros(1, hidden, dtype=torch.float64)
+        inputs, (inner_bias, outer_bias) = x.cpu().double(), (bias.cpu().double().view(len(own), -1) for bias in biases)
+        for share, expert in zip(routing.weights[0].tolist(), routing.expert_ids[0].tolist()):
+            if expert >= 0:
+                gate, up = (inputs @ full[0][expert].T + inner_bias[expert]).chunk(2, dim=1)
+                want += share * ((F.silu(gate) * up) @ full[1][expert].T + outer_bias[expert])
+        assert routing.expert_ids.min() == (0 if len(own) == 6 else -1)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=(2e-2 if CUDA else 1e-5) * float(want.abs().max()))
 
 
 @TYPES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from attention_steps import BATCHES, LAYER, Sizes, dense, placed, sinks_of, stored, two_steps
-from grids import DEVICE, LAUNCHES, TYPES, random
+from grids import DEVICE, LAUNCHES, PDL, TYPES, random
 from torch import Tensor
 
 from quire.kernels.forward_batch import LayerCache
@@ -290,8 +291,9 @@ def check_prompt(
     if rows:
         last = ints(rows)[tiles[:, 0] - 1] - 1
         tiles = torch.column_stack((tiles[:, :3], last.to(torch.int32), tiles[:, 3])).contiguous()
-    got = prefill(q, memory.cache, memory.tables, tiles, small=small, bidirectional=bool(rows))
-    check_rows(got, q, memory, shape, chunks, bool(rows))
+    for pdl in PDL:
+        got = prefill(q, memory.cache, memory.tables, tiles, small=small, bidirectional=bool(rows), pdl=pdl)
+        check_rows(got, q, memory, shape, chunks, bool(rows))
 
 
 @TYPES
@@ -372,6 +374,45 @@ def test_the_backend_equals_dense_attention(batch, deterministic, dtype, shape) 
     """With windows, caps and chunks; queries, keys and values given apart, and as a product has them."""
     for fused in (False, True):
         run_backend(TritonBackend(deterministic=deterministic), batch, shape, dtype, fused=fused)
+
+
+def test_deterministic_rows_of_few_tokens_have_small_tiles() -> None:
+    """Those that fit in one; other rows have the tiles of prompts."""
+    shape = Shape(heads=8, kv_heads=2)
+    store = stored([(5, 1), (3, 16), (2, 17), (0, 100), (9, 1)], LayerSpec(2, shape.dim), shape.heads, shape.page)
+    cache, backend = store.caches[LAYER], TritonBackend(deterministic=True)
+    slots, lengths = np.arange(1, 6), np.array([1, 16, 17, 100, 1])
+    offsets = np.cumsum(lengths) - lengths
+    batch = SimpleNamespace(
+        slots=slots, starts=np.array([5, 3, 2, 0, 9]), lengths=lengths, offsets=offsets, tables=store.tables,
+        bidirectional_mask=np.zeros(5, np.bool_), bidirectional_in_window=False, device=DEVICE, token_slots=None,
+        positions=None, context_lens=lambda group: np.array([6, 19, 19, 100, 10]),
+    )  # fmt: skip
+    batch.for_cache = lambda cache: batch
+    assert backend.tile_queries(cache) == 16
+    plan = backend.plan(batch, cache)  # type: ignore[arg-type]
+    assert plan.slots is None
+    assert sorted(plan.small_tiles[:, 0].tolist()) == [1, 2, 5]
+    assert set(plan.tiles[:, 0].tolist()) == {3, 4}
+    assert TritonBackend().plan(batch, cache).small_tiles is None  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="the interpreter multiplies with NumPy, in an order of its own")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "more", [{}, {"window": 300}, {"softcap": 0.7}, {"chunk": 256, "page": 16}, {"sinks": True}], ids=str
+)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 64), (8, 2, 96), (7, 1, 16)])
+def test_small_and_large_tiles_give_the_same_bits(heads, more, dtype) -> None:
+    shape = Shape(*heads, **more)
+    chunks = ((0, 300), (700, 1), (64, 129), (1000, 17), (127, 64))
+    memory = filled(shape, tuple(map(sum, chunks)), dtype)
+    q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)
+    results = []
+    for small in (False, True):
+        tiles = tiles_of(chunks, tile_queries(shape.heads, shape.kv_heads, shape.dim, 2, small))
+        results.append(prefill(q, memory.cache, memory.tables, tiles, small=small))
+    assert torch.equal(*results)
 
 
 ROWS = (17, 68, 1, 33, 150)

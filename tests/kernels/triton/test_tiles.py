@@ -47,9 +47,11 @@ EXPERTS = {
     False: [(16, 64, 128, 3, 4), (32, 64, 64, 4, 4), (32, 128, 64, 4, 4), (128, 256, 64, 4, 8), (256, 128, 64, 4, 8)],
 }
 LOW_BIT = {
-    True: [(8, 64, 256, 4, 4), (16, 32, 256, 4, 2), (32, 64, 128, 3, 4), (128, 64, 128, 3, 4), (128, 64, 128, 3, 4)],
-    False: [(8, 32, 256, 4, 1), (16, 64, 256, 4, 2), (32, 64, 128, 4, 4), (128, 64, 128, 3, 4), (128, 64, 128, 3, 4)],
-}
+    True: [(0, 16, 512, 3, 4), (8, 64, 256, 4, 4), (16, 32, 256, 4, 2), (32, 64, 128, 3, 4), (128, 64, 128, 3, 4),
+           (128, 64, 128, 3, 4)],
+    False: [(0, 8, 1024, 3, 4), (8, 32, 256, 4, 1), (16, 64, 256, 4, 2), (32, 64, 128, 4, 4), (128, 64, 128, 3, 4),
+            (128, 64, 128, 3, 4)],
+}  # fmt: skip
 ONE_TOKEN = {768: (4, 1024, 3, 4, 0), 2048: (4, 1024, 3, 4, 0), 2880: (8, 1024, 4, 4, 0), 14336: (8, 512, 3, 4, 3)}
 # Tokens, stages and warps by the size of a head and the programs of 132 multiprocessors.
 DECODE = {
@@ -70,7 +72,7 @@ def test_an_h200_has_the_tiles_that_were_recorded(monkeypatch: pytest.MonkeyPatc
         assert [fused_moe.choose_tile(16 * mean, x, weight, gated)[:5] for mean in MEANS] == tiles
     matrix = low_bit.LowBitMatrix(weight, weight, "zeros", 4, 128, 4096)
     for gated, tiles in LOW_BIT.items():
-        assert [low_bit.choose_tile(mean, x, matrix, gated, False)[:5] for mean in MEANS] == tiles
+        assert [low_bit.choose_tile(mean, x, matrix, gated, False)[:5] for mean in (1, *MEANS)] == tiles
     for depth, tile in ONE_TOKEN.items():
         assert fused_moe.one_token_tile(CPU, 4096, depth, -1)[1:] == tile
     monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)

@@ -36,7 +36,8 @@ class TritonAttentionPlan:
 
     Keys and values are those of the tokens with these `token_slots` and `positions` [T]. Their queries, or only those
     at `query_indices`, are in rows of one query (`slots`, `lengths`, and their query indices `rows`; None: in order),
-    in `tiles` for `prefill_kernel`, or in `bidirectional_tiles` for `prefill`, whose queries see all of their row.
+    in `tiles` for `prefill_kernel`, in `small_tiles` for the backend's `default_prefill`, or in `bidirectional_tiles`
+    for the same kernel, whose queries see all of their row.
     `scratch` holds the partial results of split contexts; `pdl`: kernels start early. `external_rows` are computed by
     another kernel: slot, first query, queries, position of the first. `cache_positions` [T] are the tokens' positions
     in their sequences' pages (None: `positions`)."""
@@ -55,6 +56,7 @@ class TritonAttentionPlan:
     pdl: bool = False
     external_rows: Sequence[tuple[int, int, int, int]] = ()
     cache_positions: Tensor | None = None
+    small_tiles: Tensor | None = None
     bidirectional_tiles: Tensor | None = None
     bidirectional_in_window: bool = False
 
@@ -75,9 +77,10 @@ class CapturedBatch(NamedTuple):
 
 
 class TritonBackend:
-    """The Triton backend. `deterministic`: one kernel computes all queries, so that no result depends on the other rows
-    of the step, nor on how many of a row's tokens are in it. `max_drafts`: the most draft tokens of a slot in a step;
-    their rows of one token, which are adjacent, share a read of the slot's keys and values. Takes any strides."""
+    """The Triton backend. `deterministic`: no result depends on the other rows of the step, nor on how many of a row's
+    tokens are in it. `prefill` then computes all queries, those of one token too, in small or large tiles, which give
+    the same bits. `max_drafts`: the most draft tokens of a slot in a step; their rows of one token, which are adjacent,
+    share a read of the slot's keys and values. Takes any strides."""
 
     layout = KVCacheLayout.PAGED
     reads_contiguous = True
@@ -96,35 +99,37 @@ class TritonBackend:
     ) -> TritonAttentionPlan:  # fmt: skip
         """Return the plan for all layers with this `plan_key`, computed on the host once a step, with one upload: keys
         and values of `batch`, queries of `query_batch` if given, without rows of several tokens for which
-        `excluded_rows` [R] is true."""
+        `excluded_rows` [R] is true (never with `deterministic`)."""
         of, cached, group = (query_batch or batch).for_cache(cache), batch.for_cache(cache), cache.group
-        single = np.zeros_like(of.lengths, dtype=np.bool_) if self.deterministic else of.lengths == 1
+        assert excluded_rows is None or not self.deterministic, "other kernels give other bits"
         both_ways = of.bidirectional_mask
-        one = np.flatnonzero(single & ~both_ways)
-        not_many = single | both_ways if excluded_rows is None else single | both_ways | excluded_rows
-        many = np.flatnonzero(~not_many)
+        # The decode kernel has other bits than `prefill`: with `deterministic` short rows have small tiles instead.
+        is_short = of.lengths <= (self.tile_queries(cache) if self.deterministic else 1)
+        is_long = ~(is_short | both_ways if excluded_rows is None else is_short | both_ways | excluded_rows)
+        short, long = np.flatnonzero(is_short & ~both_ways), np.flatnonzero(is_long)
+        none = short[:0]
+        single, small = (none, short) if self.deterministic else (short, none)
         contexts = of.context_lens(group)
-        parts = [of.slots[one], contexts[one], of.offsets[one]]
-        kernel, queries = self._choose_kernel(cache, of.lengths[many], contexts[many])
-        if len(many):
-            slots, starts, lengths, offsets = (x[many] for x in (of.slots, of.starts, of.lengths, of.offsets))
-            tiles = make_prefill_tiles(slots, starts, lengths, offsets, queries)
-            parts.append(tiles.reshape(-1).view(np.int64))
-        ints = to_device(np.concatenate(parts), batch.device)
-        n, splits = len(one), self.num_splits(len(one), cache)
+        kernel, queries = self._choose_kernel(cache, of.lengths[long], contexts[long])
+        parts = [_tiles(of, long, queries), _tiles(of, small, self.tile_queries(cache))]
+        parts += [of.slots[single], contexts[single], of.offsets[single]]
+        ints = to_device(np.concatenate(parts), batch.device).split([len(part) for part in parts])
+        tiles, small_tiles = (part.view(torch.int32).view(-1, 4) if len(part) else None for part in ints[:2])
+        n, splits = len(single), self.num_splits(len(single), cache)
         return TritonAttentionPlan(
             tables=batch.tables[group],
             token_slots=batch.token_slots,
             positions=batch.positions,
-            slots=ints[:n] if n else None,
-            lengths=ints[n : 2 * n] if n else None,
-            rows=ints[2 * n : 3 * n] if n else None,
-            tiles=ints[3 * n :].view(torch.int32).view(-1, 4) if len(many) else None,
+            slots=ints[2] if n else None,
+            lengths=ints[3] if n else None,
+            rows=ints[4] if n else None,
+            tiles=tiles,
             prefill_kernel=kernel,
             splits=splits,
             query_indices=None if query_batch is None else query_batch.logits_indices,
             scratch=decode_scratch(n, cache.heads, cache.kv_heads, cache.head_dim, splits, batch.device),
             cache_positions=None if cached is batch else cached.positions,
+            small_tiles=small_tiles,
             bidirectional_tiles=self._bidirectional_tiles(of, cache) if both_ways.any() else None,
             bidirectional_in_window=of.bidirectional_in_window,
         )
@@ -162,6 +167,7 @@ class TritonBackend:
                 evicted = num_evicted(lengths - 1, prompts.index_select(0, step.slots), cache.budget)
             lengths = lengths - evicted
             tiles = None if tiles is None else _shift_tiles(tiles, prompts, cache.budget)
+        pdl = device.type == "cuda" and supports_pdl(device)
         return TritonAttentionPlan(
             tables=tables,
             token_slots=step.token_slots,
@@ -170,10 +176,10 @@ class TritonBackend:
             lengths=lengths,
             rows=step.rows,
             tiles=tiles,
-            prefill_kernel=self.default_prefill,
+            prefill_kernel=partial(self.default_prefill, pdl=pdl),
             splits=splits or self.num_splits(len(step.slots), cache),
             scratch=scratch,
-            pdl=device.type == "cuda" and supports_pdl(device),
+            pdl=pdl,
             cache_positions=cache_positions,
         )
 
@@ -188,7 +194,7 @@ class TritonBackend:
         return choose_splits(cdiv(rows, self.shared_rows(cache)), cache.kv_heads, multiprocessors(cache.device))
 
     def tile_queries(self, cache: LayerCache) -> int:
-        """Return the queries of a tile of `default_prefill`."""
+        """Return the queries of a tile of `default_prefill`, which graphs capture."""
         return tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize, self.deterministic)
 
     def use_long_kernel(self, cache: LayerCache, lengths: np.ndarray, contexts: np.ndarray) -> bool:
@@ -211,7 +217,7 @@ class TritonBackend:
         hopper = self._hopper_module(cache)
         if hopper is not None and self.use_long_kernel(cache, lengths, contexts):
             return hopper.prefill, hopper.tile_queries(cache.heads // cache.kv_heads)
-        return self.default_prefill, self.tile_queries(cache)
+        return prefill, tile_queries(cache.heads, cache.kv_heads, cache.head_dim, cache.dtype.itemsize)
 
     def _hopper_module(self, cache: LayerCache) -> ModuleType | None:
         """Return the module `prefill_hopper` if it can compute this layer's prompts, or None."""
@@ -236,6 +242,12 @@ class TritonBackend:
         tile = torch.tensor([[0, 0, 1, 0, 0]], dtype=torch.int32, device=q.device)
         for in_window in {False, cache.is_local}:
             self.default_prefill(q, cache, tables, tile, bidirectional=True, in_window=in_window)
+
+    def warmup_small(self, cache: LayerCache, tables: Tensor) -> None:
+        """Do the same for rows of few tokens, if `deterministic` puts them into small tiles."""
+        if self.deterministic:
+            q = torch.zeros((1, cache.heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
+            self.default_prefill(q, cache, tables, torch.tensor([[0, 0, 1, 0]], dtype=torch.int32, device=q.device))
 
     def warmup_long(self, cache: LayerCache, tables: Tensor) -> None:
         """Do the same for a long prompt, if the page tables have room for one."""
@@ -283,6 +295,8 @@ class TritonBackend:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.tiles is not None:
             plan.prefill_kernel(q, cache, plan.tables, plan.tiles, out)
+        if plan.small_tiles is not None:
+            self.default_prefill(q, cache, plan.tables, plan.small_tiles, out)
         if plan.bidirectional_tiles is not None:
             self.default_prefill(
                 q, cache, plan.tables, plan.bidirectional_tiles, out,
@@ -296,6 +310,12 @@ class TritonBackend:
                 shared_rows=self.shared_rows(cache),
             )  # fmt: skip
         return out
+
+
+def _tiles(of: ForwardBatch, rows: np.ndarray, queries: int) -> np.ndarray:
+    """Return the n tiles of these rows, as int64 [2 n], each with two of a tile's four int32."""
+    slots, starts, lengths, offsets = (x[rows] for x in (of.slots, of.starts, of.lengths, of.offsets))
+    return make_prefill_tiles(slots, starts, lengths, offsets, queries).reshape(-1).view(np.int64)
 
 
 def _shift_tiles(tiles: Tensor, prompts: Tensor, budget: int) -> Tensor:

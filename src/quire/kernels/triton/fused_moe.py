@@ -32,6 +32,9 @@ ONE_TILE = Tile(32, 64, 128, 4, 4)
 MAX_EXACT_PAIRS = 4096
 """The most pairs whose outputs stay in fp32 until they are summed. Those of more, in prompts, are rounded to x's dtype,
 as they take much of a layer's time to write and read."""
+ROUTED_TOGETHER, MAX_EXPERTS_TOGETHER = 16, 256
+"""The most tokens whose experts one program chooses, one token a warp, and the most experts for which it does. Such a
+program also sets the counts of pairs to 0, which is another launch otherwise."""
 GROUP_TILES = 8
 """Tiles of pairs that are multiplied by a weight at the same time, so that it is read from memory once for them."""
 
@@ -63,32 +66,39 @@ class Routing(NamedTuple):
 def _route(
     logits, weights, chosen, counts, pairs, scale, tokens, stride, first,
     EXPERTS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, PADDED_TOP: tl.constexpr,
-    NORMALISED: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, NORMALISED: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of one token a program, and list its pairs of the OWN experts from `first` on. If a likelihood
-    is NaN, all weights are NaN and the first experts are chosen, because comparisons with NaN depend on the device."""
+    """Choose the experts of ROWS tokens a program, and list their pairs of the OWN experts from `first` on. If ROWS is
+    more than 1, there is one program, which sets `counts` to 0 first; else `counts` must be 0.
+
+    If a likelihood is NaN, all weights are NaN and the first experts are chosen, because comparisons with NaN depend on
+    the device."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    x = tl.load(logits + row * stride + expert, mask=expert < EXPERTS, other=-float("inf")).to(tl.float32)
-    x = tl.exp(x - tl.max(x, axis=0))
-    whole = tl.sum(x, axis=0)
+    row, expert = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
+    if LISTED and ROWS > 1:
+        tl.store(counts + expert, tl.zeros((1, PADDED), tl.int32), mask=expert < OWN)
+        tl.debug_barrier()  # before any warp counts
+    x = tl.load(logits + row * stride + expert, mask=(row < tokens) & (expert < EXPERTS), other=-float("inf"))
+    x = tl.where(row < tokens, x.to(tl.float32), 0.0)
+    x = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
+    whole = tl.sum(x, axis=1, keep_dims=True)
     wrong = whole != whole
     x = tl.where(wrong, 1.0 / (1 + expert), x / whole)
     x = tl.where(expert < EXPERTS, x, -1.0)
-    rank, total = tl.arange(0, PADDED_TOP), 0.0
-    best, ids = tl.zeros((PADDED_TOP,), tl.float32), tl.zeros((PADDED_TOP,), tl.int32)
+    rank, total = tl.arange(0, PADDED_TOP)[None, :], tl.zeros((ROWS, 1), tl.float32)
+    best, ids = tl.zeros((ROWS, PADDED_TOP), tl.float32), tl.zeros((ROWS, PADDED_TOP), tl.int32)
     for j in tl.static_range(TOP):
-        at = tl.minimum(tl.argmax(x, axis=0), EXPERTS - 1)
-        likelihood = tl.sum(tl.where(expert == at, x, 0.0), axis=0)
+        at = tl.minimum(tl.argmax(x, axis=1, keep_dims=True), EXPERTS - 1)
+        likelihood = tl.sum(tl.where(expert == at, x, 0.0), axis=1, keep_dims=True)
         total += likelihood
         best, ids = tl.where(rank == j, likelihood, best), tl.where(rank == j, at, ids)
         x = tl.where(expert == at, -1.0, x)
     best = best / total if NORMALISED else best
     if scale is not None:
         best *= tl.load(scale + ids)
-    real, pair = rank < TOP, row * TOP + rank
+    real, pair = (row < tokens) & (rank < TOP), row * TOP + rank
     own = ids - first
     mine = real & (own >= 0) & (own < OWN)
     tl.store(chosen + pair, tl.where(mine, own, -1).to(tl.int64), mask=real)
@@ -100,24 +110,28 @@ def _route(
 
 def route(
     logits: Tensor, top_k: int, renormalize: bool, listed: bool = True, scale: Tensor | None = None,
-    own: range | None = None, *, pdl: bool = False,
+    own: range | None = None, *, deterministic: bool = False, pdl: bool = False,
 ) -> Routing:  # fmt: skip
     """Choose the `top_k` most probable experts of each row of logits [T, experts]. Their weights are probabilities,
     divided by their sum if `renormalize`, the largest first, times the `scale` [experts] of their expert, if given. If
-    not `listed`, there are no lists of pairs. `own`: the experts of this rank (None: all)."""
+    not `listed`, there are no lists of pairs. `own`: the experts of this rank (None: all). `deterministic`: a row's
+    weights do not depend on the number of rows."""
     tokens, experts = logits.shape
     own = range(experts) if own is None else own
     assert logits.stride(1) == 1, "rows are contiguous"
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
-    counts = torch.zeros(len(own), dtype=torch.int32, device=logits.device) if listed else None
+    together = 1 < tokens <= ROUTED_TOGETHER and experts <= MAX_EXPERTS_TOGETHER and not deterministic
+    rows = ROUTED_TOGETHER if together else 1
+    allocate = torch.empty if together else torch.zeros
+    counts = allocate(len(own), dtype=torch.int32, device=logits.device) if listed else None
     pairs = torch.empty((len(own), tokens), dtype=torch.int32, device=logits.device) if listed else None
     if tokens:
-        _route[(tokens,)](
+        _route[(cdiv(tokens, rows),)](
             logits, weights, chosen, chosen if counts is None else counts, chosen if pairs is None else pairs, scale,
             tokens, logits.stride(0), own.start,
             EXPERTS=experts, OWN=len(own), PADDED=power_of_2(experts), TOP=top_k, PADDED_TOP=power_of_2(top_k),
-            NORMALISED=renormalize, LISTED=listed, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            ROWS=rows, NORMALISED=renormalize, LISTED=listed, PDL=pdl, num_warps=rows, launch_pdl=pdl,
         )  # fmt: skip
     return Routing(weights, chosen, counts, pairs, len(own) / experts)
 
@@ -225,24 +239,52 @@ def _sum(
 
 
 @triton.jit
-def _sums(
-    x, tiles, scale, lines, depth,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
+def _add_up_pairs(
+    x, weight, bias, scale, shares, chosen, first_pair, rows, lines, size, depth,
+    PAIRS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, KIND: tl.constexpr, DIVIDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of x and BLOCK_N weight rows, whose first numbers and scales are at `tiles` and `scale`."""
-    k, sums = tl.arange(0, BLOCK_K), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
-        inside = start + k < depth
-        w = tl.load(tiles + start) if EVEN else tl.load(tiles + start, mask=inside[None, :], other=0.0)
-        v = tl.load(x + start + k) if EVEN else tl.load(x + start + k, mask=inside, other=0.0)
-        part = w.to(tl.float32) * v.to(tl.float32)[None, :]
+    """Return [N], the sum over PAIRS pairs from `first_pair` on: the products of x and `rows` [N] of the `size` weight
+    rows of the pair's expert, plus their `bias` if there is one. With a KIND there is one pair, and x [depth]. Without,
+    each pair has a row of x [TOP, depth], and its term is multiplied by its share. If DIVIDED, pairs whose expert is -1
+    add nothing. `lines`: the weight rows of all experts.
+
+    One loop runs over the columns of all pairs, so that loads of the next pair begin before a pair is done."""
+    k, blocks = tl.arange(0, BLOCK_K), tl.cdiv(depth, BLOCK_K)
+    # Not loaded in the loop, where the weight's loads would wait for them.
+    experts, factors = (tl.load(chosen + first_pair),), (tl.load(shares + first_pair) if KIND is None else 1.0,)
+    for i in tl.static_range(1, PAIRS):
+        experts += (tl.load(chosen + first_pair + i),)
+        factors += (tl.load(shares + first_pair + i),)
+    sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for step in tl.range(0, PAIRS * blocks, num_stages=STAGES):
+        index, block = step // blocks, step % blocks
+        columns = block * BLOCK_K + k
+        inside, expert, factor = columns < depth, experts[0], factors[0]
+        for i in tl.static_range(1, PAIRS):
+            expert, factor = tl.where(index == i, experts[i], expert), tl.where(index == i, factors[i], factor)
+        if DIVIDED:
+            inside, expert = inside & (expert >= 0), tl.maximum(expert, 0)
+        line = expert * size + rows
+        inputs, weights = x + columns, weight + line[:, None] * depth + columns[None, :]
+        if KIND is None:
+            inputs += (first_pair + index) * depth
+        if EVEN and not DIVIDED:
+            w, v = tl.load(weights), tl.load(inputs)
+        else:
+            w, v = tl.load(weights, mask=inside[None, :], other=0.0), tl.load(inputs, mask=inside, other=0.0)
+        part = w.to(tl.float32) * (v.to(tl.float32) * factor)[None, :]
         if GROUP > 0:
-            part *= tl.load(scale + start // GROUP * lines)[:, None]
+            part *= tl.load(scale + line + block * BLOCK_K // GROUP * lines)[:, None]
+        elif GROUP == 0:
+            part *= tl.load(scale + line)[:, None]
         sums += part
-    acc = tl.sum(sums, axis=1)
-    if GROUP == 0:
-        acc *= tl.load(scale)
-    return acc
+    total = tl.sum(sums, axis=1)
+    if bias is not None:
+        for i in tl.static_range(PAIRS):
+            if not DIVIDED or experts[i] >= 0:
+                total += tl.load(bias + experts[i] * size + rows).to(tl.float32) * factors[i]
+    return total
 
 
 @fast_launch
@@ -253,38 +295,28 @@ def _one_token(
     STAGES: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one token's products. With a KIND: act(gate) * up for some weight rows of one of its experts, out [TOP,
-    size]. Without: the products of some weight rows of all its experts, each with the expert's row of x [TOP, depth],
-    times `shares`, added in order. If experts are DIVIDED among ranks, pairs whose expert is -1 are left out."""
+    size]. Without: for some weight rows the sum over all its experts, times their shares, out [1, size]. If experts are
+    DIVIDED among ranks, pairs whose expert is -1 are left out."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    index, k = tl.program_id(0), tl.arange(0, BLOCK_K)
+    index = tl.program_id(0)
     if KIND is not None:
         across = tl.cdiv(size, BLOCK_N // 2)
         pair, index = index // across, index % across
-        expert = tl.load(chosen + pair)
-        if not DIVIDED or expert >= 0:
-            lines = expert * (2 * size) + _weight_rows(index, size, BLOCK_N, KIND)
-            tiles = weight + lines[:, None] * depth + k[None, :]
-            acc = _sums(x, tiles, scale + lines, EXPERTS * 2 * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP)
-            if bias is not None:
-                acc += tl.load(bias + lines).to(tl.float32)
+        if not DIVIDED or tl.load(chosen + pair) >= 0:
+            acc = _add_up_pairs(
+                x, weight, bias, scale, shares, chosen, pair, _weight_rows(index, size, BLOCK_N, KIND),
+                EXPERTS * 2 * size, 2 * size, depth, 1, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP, KIND, False,
+            )  # fmt: skip
             gate, up = tl.split(tl.reshape(acc, (BLOCK_N // 2, 2)))
             n = index * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
             tl.store(out + pair * size + n, activate_gated(gate, up, KIND).to(out.dtype.element_ty), mask=n < size)
     else:
-        total, rows = tl.zeros((BLOCK_N,), tl.float32), _weight_rows(index, size, BLOCK_N, KIND)
-        for pair in tl.static_range(TOP):
-            expert = tl.load(chosen + pair)
-            if not DIVIDED or expert >= 0:
-                lines = expert * size + rows
-                tiles = weight + lines[:, None] * depth + k[None, :]
-                acc = _sums(
-                    x + pair * depth, tiles, scale + lines, EXPERTS * size, depth, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP
-                )
-                if bias is not None:
-                    acc += tl.load(bias + lines).to(tl.float32)
-                total += acc * tl.load(shares + pair)
+        total = _add_up_pairs(
+            x, weight, bias, scale, shares, chosen, 0, _weight_rows(index, size, BLOCK_N, KIND),
+            EXPERTS * size, size, depth, TOP, BLOCK_N, BLOCK_K, EVEN, STAGES, GROUP, KIND, DIVIDED,
+        )  # fmt: skip
         n = index * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < size)
 

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.errors import StartupError
@@ -66,9 +67,10 @@ def _few_rows_tile(rows: int, weight: Tensor) -> Tile:
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, tile: Tile, activation: str | None,
-    pdl: bool,
+    pdl: bool, round_sums: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores."""
+    """Launch `_few`, or `_one` for a tile of 0 rows, which computes one row of x without tensor cores. `round_sums`:
+    round sums to x's dtype before the activation, as if it was another launch; only by `_few`."""
     rows, depth = x.shape
     size = len(weight) if activation is None else len(weight) // 2
     assert 1 <= rows <= max(tile.rows, 1), f"{rows} rows do not fit a tile of {max(tile.rows, 1)}"
@@ -87,7 +89,8 @@ def _launch(
     if tile.rows == 0:
         _one[grid](*tensors, size, depth, STAGES=tile.stages, **options)
     else:
-        _few[grid](*tensors, rows, size, depth, x.stride(0), BLOCK_M=tile.rows, num_stages=tile.stages, **options)
+        options |= {"BLOCK_M": tile.rows, "num_stages": tile.stages, "ROUND_SUMS": round_sums}
+        _few[grid](*tensors, rows, size, depth, x.stride(0), **options)
     return out
 
 
@@ -137,12 +140,12 @@ def _add(acc, w, v, scale, start, size, GROUP: tl.constexpr, KIND: tl.constexpr)
 def _few(
     x, weight, scale, bias, out, rows, size, depth, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr, EVEN: tl.constexpr,
-    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, ROUND_SUMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_N rows of the weight a program, all of K in order; the last EARLY tiles are loaded before the
-    wait."""
+    """Multiply BLOCK_N rows of the weight a program, all of K in order. Before the wait for the preceding kernel, load
+    the last EARLY tiles of these rows."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
     lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
     tiles = weight + lines[:, None] * depth + k[None, :]
@@ -152,10 +155,13 @@ def _few(
     for i in tl.static_range(EARLY):
         early += (tl.load(tiles + body + i * BLOCK_K),)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     m = tl.arange(0, BLOCK_M).to(tl.int64)
     real = m < rows
     inputs = x + m[:, None] * x_stride + k[None, :]
+    early_inputs = ()  # loaded here and not at the end, where the program would wait for them
+    for i in tl.static_range(EARLY):
+        early_inputs += (tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0),)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, body, BLOCK_K):
         inside = (start + k < body)[None, :]
@@ -163,12 +169,13 @@ def _few(
         v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
         acc = _add(acc, w, v, scale, start, size, GROUP, KIND)
     for i in tl.static_range(EARLY):
-        v = tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0)
-        acc = _add(acc, early[i], v, scale, body + i * BLOCK_K, size, GROUP, KIND)
+        acc = _add(acc, early[i], early_inputs[i], scale, body + i * BLOCK_K, size, GROUP, KIND)
     if GROUP == 0:
         acc *= tl.load(scale)[:, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if KIND is not None:
+        if ROUND_SUMS:
+            acc = acc.to(out.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_N // 2, 2, BLOCK_M)), (0, 2, 1)))
         acc = activate(gate, KIND) * up
         n = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -187,7 +194,7 @@ def _one(
 ):  # fmt: skip
     """Compute the same for one row, without tensor cores, whose tiles would be nearly empty."""
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        gdc_launch_dependents()
     k = tl.arange(0, BLOCK_K)
     lines = _weight_rows(tl.program_id(0), size, BLOCK_N, KIND)
     tiles = weight + lines[:, None] * depth + k[None, :]
@@ -197,7 +204,7 @@ def _one(
     for i in tl.static_range(EARLY):
         early += (tl.load(tiles + body + i * BLOCK_K),)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        gdc_wait()
     sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for start in tl.range(0, body, BLOCK_K, num_stages=STAGES):
         inside = start + k < body
@@ -226,6 +233,15 @@ def _one(
     tl.store(out + n, acc.to(out.dtype.element_ty), mask=n < size)
 
 
+def batch_invariant_gated_linear(
+    x: Tensor, weight: Tensor, activation: str, scale: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
+    """Return `act_and_mul` of `batch_invariant_linear(x, weight, None, scale)` in one launch, with the same bits: sums
+    are rounded before the activation too. Rows and layout as for `gated_linear`."""
+    tile = _few_rows_tile(max(len(x), 2), weight)  # 1 row has a kernel that sums in another order
+    return _launch(x, weight, None, scale, tile, ACTIVATIONS[activation], pdl, round_sums=True)
+
+
 def batch_invariant_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, *, pdl: bool = False
 ) -> Tensor:
@@ -240,14 +256,15 @@ def batch_invariant_linear(
         return _launch(x, weight, bias, scale, _few_rows_tile(max(rows, 2), weight), None, pdl)
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     bulk = group < 0 and _bulk_copies(x, weight, out) and rows > 64
-    tile = any_rows_tile(rows, size, x.dtype, bulk)
+    tile = any_rows_tile(rows, size, x.dtype, bulk, _multiprocessors(x.device))
     if group > 0:
         tile = grouped_tile(tile, depth)._replace(stages=tile.stages)
     if group >= 0 and shared_memory(x.device) < MIN_SHARED_MEMORY:
         tile = tile._replace(stages=2)
     tiles = cdiv(rows, tile.rows) * cdiv(size, tile.columns)
     added = out if bias is None else bias
-    options = {"num_stages": tile.stages, "num_warps": tile.warps, "BIAS": bias is not None}
+    options = {"num_stages": tile.stages, "num_warps": tile.warps, "PDL": pdl, "launch_pdl": pdl}
+    options |= {"BIAS": bias is not None}
     options |= {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_K": tile.depth}
     if not bulk:
         options |= {"EVEN": depth % tile.depth == 0, "GROUP": group}
@@ -302,9 +319,12 @@ def _tile_origin(index, rows, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 def _tile(
     x, weight, scale, bias, out, rows, size, depth, x_stride,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile a program."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     top, left = _tile_origin(tl.program_id(0), rows, size, BLOCK_M, BLOCK_N)
     m, n = top + tl.arange(0, BLOCK_M), left + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -334,9 +354,12 @@ def _tile(
 @triton.jit(do_not_specialize=["rows"])
 def _tiles(
     inputs, weights, bias, results, rows, size, depth, PROGRAMS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute every PROGRAMS-th tile a program. Past their ends, descriptors read zeros and write nothing."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     count = tl.cdiv(rows, BLOCK_M) * tl.cdiv(size, BLOCK_N)
     for index in tl.range(tl.program_id(0), count, PROGRAMS, flatten=True):
         top, left = _tile_origin(index, rows, size, BLOCK_M, BLOCK_N)

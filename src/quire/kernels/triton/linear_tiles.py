@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.triton.launch import power_of_2
+from quire.kernels.triton.launch import cdiv, power_of_2
 from quire.kernels.triton.tiles import Tile, card_tile
 
 INVARIANT_FP8 = {
@@ -15,6 +15,10 @@ INVARIANT_FP8 = {
 same on every card and for all numbers of rows. They are so wide that a warp group multiplies together, which adds 8-bit
 numbers in the same order as the tiles of many rows. (A single warp, as in narrow tiles, adds them in another order, and
 a row would have other bits.)"""
+BULK_TILES = {Tile(128, 64, 64, 7, 8): 0.45, Tile(128, 128, 64, 5, 8): 0.6, Tile(128, 256, 64, 4, 8): 1.0}
+"""Tiles for Hopper's bulk copies -> the time of one tile as a fraction of the largest tile's. The times are estimates
+from the bytes and products of a step. All tiles give the same bits: their instructions differ in the number of columns,
+and each adds products of 16 numbers of the depth to the sum before."""
 SCALE_GROUP = 128
 """Numbers of a row of an FP8 weight that share a scale, if the row has several."""
 MEASURED_LIMITS = {"square": (4096, 8192), "middle": (6144, 8192), "tall": (65536, 4096)}
@@ -54,16 +58,21 @@ def _shape_class(size: int, depth: int, fp8: bool) -> str:
     return "deep" if depth > 8192 else "square" if size <= 5120 else "middle"
 
 
-def any_rows_tile(rows: int, size: int, dtype: torch.dtype, bulk: bool) -> Tile:
-    """Return the tile of `batch_invariant_linear`, with or without Hopper's bulk copies; measured as
-    `few_rows_tile`."""
+def any_rows_tile(rows: int, size: int, dtype: torch.dtype, bulk: bool, programs: int) -> Tile:
+    """Return the tile of `batch_invariant_linear` for x [rows, K] and a weight [size, K] of `dtype`. With Hopper's
+    `bulk` copies it is the tile with which `programs` programs, one for each multiprocessor, take the least time."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 2, 4)
     if bulk:
-        return Tile(128, 128, 64, 5, 8) if rows <= 1024 else Tile(128, 256, 64, 4, 8)
+        return min(BULK_TILES, key=lambda tile: _waves(rows, size, tile, programs) * BULK_TILES[tile])
     if rows > 64:
         return Tile(128, 128, 64, 4, 8)
     return Tile(64, 64, 128, 4, 4) if size > 4096 else Tile(64, 32, 256, 4, 4)
+
+
+def _waves(rows: int, size: int, tile: Tile, programs: int) -> int:
+    """Return the most tiles that one of `programs` programs computes."""
+    return cdiv(cdiv(rows, tile.rows) * cdiv(size, tile.columns), programs)
 
 
 def grouped_tile(tile: Tile, depth: int) -> Tile:

@@ -1,8 +1,9 @@
 """Products with weights in few bits: linear layers, and mixtures of experts (see `fused_moe`).
 
 A program expands some rows of the weight in registers, step by step, and multiplies them as `W x^T` on the tensor cores
-with the rows of x as the narrow side. So the weight is read from memory in few bits. Many rows of x are multiplied by
-the library, with a weight that is expanded for the time of the product.
+with the rows of x as the narrow side (`_product`). So the weight is read from memory in few bits. A single row of x has
+its own kernel (`_one_row`), which divides the steps among warps. Many rows of x are multiplied by the library, with a
+weight that is expanded in memory for the time of the product (`_expand`).
 
 A weight's number is code * scale + shift, in fp32. Either this number is rounded to x's dtype and multiplied
 (`_expand_part`), or the codes are multiplied as whole numbers, and the sum over a group is scaled (`_whole_part`).
@@ -40,38 +41,44 @@ MAX_SPLITS, SPLIT_PROGRAMS = 8, 1024
 ways, until there are SPLIT_PROGRAMS programs. With tiles of more than 16 rows of x there are fewer, since adding up the
 splits takes time too."""
 MAX_WHOLE = tl.constexpr(32)
-"""The most rows of x of a tile that multiplies codes of 4 bits as whole numbers (see `_whole_part`)."""
+"""The most rows of x of a tile of `_product` that multiplies codes of 4 bits as whole numbers (see `_whole_part`)."""
+MMA_M, MMA_N = tl.constexpr(16), tl.constexpr(8)
+"""The fewest rows of a weight, and of x, that an instruction of the tensor cores multiplies."""
 
 
-def _ptx(*lines: str) -> tl.constexpr:
-    """Return PTX that turns the two codes in register $1 into two 16-bit numbers in $0."""
-    return tl.constexpr("{ .reg .b32 a, b, one; " + " ".join(f"{line};" for line in lines) + " }")
+def _ptx(*lines: str) -> str:
+    """Return inline PTX of these lines, with scratch registers a, b and zero. It reads two int16 of
+    `LowBitMatrix.codes` from register $1, and writes two 16-bit floating-point numbers to $0: those of one part."""
+    return "{ .reg .b32 a, b, zero; " + " ".join(f"{line};" for line in lines) + " }"
 
 
-def _shifted(result: str, left: int) -> str:
-    """Return the instruction that shifts $1 by `left` bits, to the right if negative."""
-    return f"shl.b32 {result}, $1, {left}" if left >= 0 else f"shr.u32 {result}, $1, {-left}"
+def _whole_ptx(base: str) -> tl.constexpr:
+    """Return the PTX of `_whole_part` for each part of codes of 4 bits. `base`: twice the bits of `_base`, whose last
+    mantissa bit is worth 1, so that `base | code` is base + code."""
+    merged = f"mov.b32 b, {base}", "lop3.b32 $0, a, 0x000f000f, b, 0xEA"  # a & mask | b
+    return tl.constexpr(tuple(_ptx(f"shr.u32 a, $1, {4 * part}", *merged) for part in range(4)))
 
 
-def _whole_ptx(one: str) -> list[tl.constexpr]:
-    """Return the PTX of `_whole_part` for each part. `one`: two numbers whose last bit is worth 1."""
-    merged = "lop3.b32 $0, a, 0x000f000f, one, 0xEA"  # a & mask | one
-    return [_ptx(f"mov.b32 one, {one}", _shifted("a", -4 * part), merged) for part in range(4)]
+def _e2m1_ptx(part: int, scaled: bool) -> str:
+    """Return the PTX for a part of MXFP4 in bf16: of `_expand_part` if `scaled`, else of `_whole_part`.
+
+    A code's sign, exponent and mantissa are moved to their places in bf16 (0x81c0), which makes 2^-126 times its
+    number. If `scaled`, this is multiplied by 2^126 (0x7e80) and by the scale in $2. GPUs before Hopper have no product
+    of two numbers in bf16, but one that adds a third, here -0."""
+    moved = [f"shl.b32 a, $1, {3 * part}"]
+    if part == 3:  # 66 is 1 << 1 | 1 << 6: the last two bits move by 1, the sign by 6
+        moved = ["shr.u32 a, $1, 5", "and.b32 b, a, 0x02600260", "and.b32 a, a, 0x01000100", "mad.lo.u32 a, b, 66, a"]
+    if not scaled:
+        return _ptx(*moved, "and.b32 $0, a, 0x81c081c0")
+    scale = "mov.b32 b, 0x7e807e80", "fma.rn.bf16x2 a, a, b, zero", "fma.rn.bf16x2 $0, a, $2, zero"
+    return _ptx(*moved, "and.b32 a, a, 0x81c081c0", "mov.b32 zero, 0x80008000", *scale)
 
 
-def _e2m1_ptx(part: int) -> tl.constexpr:
-    """Return the PTX of `_expand_part` for a part of MXFP4 in bf16. The code's sign, exponent and mantissa, moved to
-    where bf16 has them, are 2^-126 times the number; $2 has the scale."""
-    return _ptx(
-        _shifted("a", 6 - 4 * part), "and.b32 a, a, 0x01c001c0", _shifted("b", 12 - 4 * part),
-        "mov.b32 one, 0x80008000", "lop3.b32 a, b, one, a, 0xEA", "mov.b32 b, 0x7e807e80", "mul.rn.bf16x2 a, a, b",
-        "mul.rn.bf16x2 $0, a, $2",
-    )  # fmt: skip
-
-
-_W0, _W1, _W2, _W3 = _whole_ptx("0x43004300")
-_H0, _H1, _H2, _H3 = _whole_ptx("0x64006400")
-_E0, _E1, _E2, _E3 = map(_e2m1_ptx, range(4))
+# Each has the PTX of the four parts.
+_WHOLE_BF16 = _whole_ptx("0x43004300")  # 128
+_WHOLE_FP16 = _whole_ptx("0x64006400")  # 1024
+_WHOLE_E2M1 = tl.constexpr(tuple(_e2m1_ptx(part, False) for part in range(4)))
+_SCALED_E2M1 = tl.constexpr(tuple(_e2m1_ptx(part, True) for part in range(4)))
 
 
 class LowBitMatrix(NamedTuple):
@@ -83,7 +90,8 @@ class LowBitMatrix(NamedTuple):
 
     - "shifts" [groups, rows]: scale (the low half) and shift in fp16.
     - "zeros" [groups, rows]: scale and, in place of the shift, the code that stands for 0, in fp16.
-    - "e2m1" [steps, rows]: the exponents of a step's parts as E8M0; codes are the floating-point numbers of MXFP4.
+    - "e2m1" [steps, rows]: the exponents of a step's parts as E8M0; codes are the floating-point numbers of MXFP4, with
+      their bits where `_place_e2m1` puts them.
     - "superblocks" [steps, words, rows]: a word for each two parts has the 8 bits of their scales and minima; the last
       has what multiplies them, in fp16.
     - "halves" [steps, 2, rows]: the 8 bits of the scale of each half of a step's two parts, and what multiplies them,
@@ -112,10 +120,19 @@ def pack(weights: Sequence[LowBitWeight], device: torch.device) -> LowBitMatrix:
         numbers = F.pad(weight.numbers.to(device), (0, steps * parts * GPU_WIDTH - columns))
         here = codes[:, start : start + len(numbers)]
         for part, plane in enumerate(torch.unflatten(numbers, 1, (steps, parts, GPU_WIDTH)).unbind(2)):
-            here |= plane.transpose(0, 1).to(torch.int16) << bits * part
+            plane = plane.transpose(0, 1).to(torch.int16)
+            here |= _place_e2m1(plane, part) if form.is_e2m1 else plane << bits * part
         start += len(numbers)
     scales = torch.cat([_scales(weight, steps).to(device) for weight in weights], -1)
     return LowBitMatrix(codes, scales.contiguous(), form.gpu_scales, bits, form.gpu_group, columns)
+
+
+def _place_e2m1(codes: Tensor, part: int) -> Tensor:
+    """Return codes of MXFP4, int16, with their bits at a part's places. A sign is 7 bits before the first bit of the
+    exponent, as in bf16, so that one shift moves all; the last part gets the bits that are left."""
+    if part < 3:
+        return (codes & 8) << 12 - 3 * part | (codes & 7) << 6 - 3 * part
+    return (codes & 12) << 11 | (codes & 3) << 10
 
 
 def _scales(weight: LowBitWeight, steps: int) -> Tensor:
@@ -171,7 +188,7 @@ def _load_scale(
     PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Return the scales and shifts of a step's part for the weight rows `line` [N], in fp32: [N], or [N, WIDTH] if
-    SCALES is "halves"."""
+    SCALES is "halves". With steps [S, N] and rows [1, N] they are [S, N], or [S, N, WIDTH]."""
     PARTS: tl.constexpr = 16 // BITS
     if SCALES == "e2m1":
         word = tl.load(scales + step * lines + line)
@@ -181,7 +198,7 @@ def _load_scale(
         word, unit = tl.load(scales + step * 2 * lines + line), tl.load(scales + (step * 2 + 1) * lines + line)
         first = (word << (24 - 16 * PART) >> 24).to(tl.float32) * _half(unit, False)
         second = (word << (16 - 16 * PART) >> 24).to(tl.float32) * _half(unit, False)
-        scale = tl.where((tl.arange(0, WIDTH) < WIDTH // 2)[None, :], first[:, None], second[:, None])
+        scale = tl.where(tl.arange(0, WIDTH) < WIDTH // 2, tl.expand_dims(first, -1), tl.expand_dims(second, -1))
         shift = -32 * scale
     elif SCALES == "superblocks":
         words = scales + step * (PARTS // 2 + 1) * lines + line
@@ -200,32 +217,67 @@ def _load_scale(
 
 
 @triton.jit
-def _whole_part(codes, like, PART: tl.constexpr):
-    """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, [N, WIDTH]. Two of them
-    take two instructions. The caller scales the sums of a group."""
-    if like.dtype == tl.bfloat16:
-        text: tl.constexpr = _W0 if PART == 0 else _W1 if PART == 1 else _W2 if PART == 2 else _W3
-        whole = tl.inline_asm_elementwise(text, "=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=2)
-    elif like.dtype == tl.float16:
-        half: tl.constexpr = _H0 if PART == 0 else _H1 if PART == 1 else _H2 if PART == 2 else _H3
-        whole = tl.inline_asm_elementwise(half, "=r,r", [codes], dtype=tl.float16, is_pure=True, pack=2)
-    else:
+def _whole_part(codes, like, PART: tl.constexpr, E2M1: tl.constexpr):
+    """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, in the shape of `codes`.
+    Two of them take two instructions. The caller scales the sums of a group.
+
+    With E2M1 return the numbers of MXFP4 without their scales; in bf16 they are divided by the square of `_unit`, and
+    two of them take 2.5 instructions on average."""
+    if E2M1 and like.dtype != tl.bfloat16:
+        whole = _e2m1(codes, PART).to(like.dtype)
+    elif like.dtype == tl.float32:
         whole = (codes.to(tl.int32) >> (4 * PART) & 15).to(tl.float32)
+    else:
+        ptx: tl.constexpr = _WHOLE_E2M1 if E2M1 else _WHOLE_BF16 if like.dtype == tl.bfloat16 else _WHOLE_FP16
+        whole = tl.inline_asm_elementwise(ptx[PART], "=r,r", [codes], dtype=like.dtype, is_pure=True, pack=2)
     return whole
 
 
 @triton.jit
-def _base(like):
-    """Return what `_whole_part` adds to a code."""
+def _e2m1(codes, PART: tl.constexpr):
+    """Return the numbers of a part of MXFP4 without their scales, in fp32."""
+    wide = codes.to(tl.int32)
+    if PART < 3:
+        bits = wide << (16 + 3 * PART) & -0x7E400000  # 0x81C00000 as a signed number
+    else:
+        bits = (wide << 17 & -0x80000000) | (wide << 11 & 0x01000000) | (wide << 12 & 0x00C00000)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _add_whole(piece, codes, v, PART: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
+    """Return piece [N, M] plus the product of a part's codes [N, WIDTH], each plus `_base`, and v [WIDTH, M]. Codes of
+    8 bits are multiplied as two halves of 4, since the mantissa of bf16 has no room for more beside the base."""
+    if BITS == 8:
+        high = tl.dot(_whole_part(codes, v, 2 * PART + 1, False), v, tl.zeros_like(piece), input_precision="ieee")
+        piece = high * 16.0 + piece
+    return tl.dot(_whole_part(codes, v, PART * BITS // 4, E2M1), v, piece, input_precision="ieee")
+
+
+@triton.jit
+def _base(like, BITS: tl.constexpr):
+    """Return the number that `_whole_part` adds to a code of 4 bits; of 8 bits, what it adds to both halves together:
+    to the high one 16 times."""
     base: tl.constexpr = 128.0 if like.dtype == tl.bfloat16 else 1024.0 if like.dtype == tl.float16 else 0.0
-    return base
+    return base * 17 if BITS == 8 else base
+
+
+@triton.jit
+def _unit(dtype: tl.constexpr):
+    """Return the number by which x, and then the sums, are multiplied, because `_whole_part` divides MXFP4 by its
+    square, 2^126. In two steps, so that no sum is rounded as a subnormal number, unless all of x is below about 1e-17.
+    Numbers of x from 2^65 on become infinite."""
+    unit: tl.constexpr = 9.223372036854775808e18 if dtype == tl.bfloat16 else 1.0  # 2^63
+    return unit
 
 
 @triton.jit
 def _add_scaled(acc, piece, sums, scale, shift):
-    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]."""
-    acc = tl.fma(piece, tl.broadcast_to(scale[:, None], acc.shape), acc)
-    return tl.fma(sums, tl.broadcast_to(shift[:, None], acc.shape), acc)
+    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]. There is no shift if `sums` is None."""
+    acc = tl.fma(piece, tl.broadcast_to(tl.expand_dims(scale, -1), acc.shape), acc)
+    if sums is not None:
+        acc = tl.fma(sums, tl.broadcast_to(tl.expand_dims(shift, -1), acc.shape), acc)
+    return acc
 
 
 @triton.jit
@@ -234,48 +286,56 @@ def _expand_part(
 ):  # fmt: skip
     """Return the numbers of a part, [N, WIDTH], from `codes` int16 [N, WIDTH] and their scales and shifts."""
     if SCALES != "halves":
-        scale, shift = scale[:, None], shift[:, None]
+        scale, shift = tl.expand_dims(scale, -1), tl.expand_dims(shift, -1)
     if SCALES == "e2m1" and dtype == tl.bfloat16:
         high = scale.to(tl.int32, bitcast=True) >> 16
         twice = tl.broadcast_to(high | high << 16, codes.shape)
-        text: tl.constexpr = _E0 if PART == 0 else _E1 if PART == 1 else _E2 if PART == 2 else _E3
-        return tl.inline_asm_elementwise(text, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
-    wide = codes.to(tl.int32)
+        ptx: tl.constexpr = _SCALED_E2M1[PART]
+        return tl.inline_asm_elementwise(ptx, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
     if SCALES == "e2m1":
-        bits = (wide << (22 - 4 * PART) & 0x01C00000) | (wide << (28 - 4 * PART) & -0x80000000)
-        numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * scale
+        numbers = _e2m1(codes, PART) * scale
     else:
         # base + code: the code is put at the place of the mantissa of `base` that is worth 1.
         place: tl.constexpr = 16 if BITS == 4 else 15
         base: tl.constexpr = 128.0 if BITS == 4 else 256.0
         one: tl.constexpr = 0x43000000 if BITS == 4 else 0x43800000
-        bits = (wide << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | one
+        bits = (codes.to(tl.int32) << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | one
         numbers = bits.to(tl.float32, bitcast=True) * scale + (shift - base * scale)
     return numbers.to(dtype)
 
 
 @triton.jit
 def _add_step(
-    acc, other, codes, scales, step, line, lines, away, inputs, real, depth,
+    acc, other, codes, scales, step, line, lines, away, inputs, first, real, depth,
     BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return (acc, other) [N, M] with the products of a step's columns added. `other` is of the weight rows `away`
-    after acc's, if TWO; else it is unchanged."""
+    """Return (acc, other), each [N, M], with the products of a step's columns added: of M rows of x and, in acc, of the
+    weight rows `line` [N]; if TWO, in `other`, of those `away` after them, else it is unchanged. `lines`: the rows of
+    the whole weight.
+
+    `first` [WIDTH, M] are the columns of the step's first part, and `inputs` the address of x's rows. x is read where
+    `real` [1, M], and 0 elsewhere; everywhere if `real` is None. If not EVEN, columns may lie after the last one.
+
+    WHOLE: codes are multiplied as whole numbers, and the sums of MXFP4 stay divided by `_unit`.
+
+    There may be S steps, each with sums of its own: `step` is [S, N], `line` [1, N], `first` [S, WIDTH, M], and acc and
+    `other` are [S, N, M]."""
     PARTS: tl.constexpr = 16 // BITS
-    COLUMNS: tl.constexpr = PARTS * WIDTH
-    WHOLE: tl.constexpr = BITS == 4 and SCALES != "e2m1" and acc.shape[1] <= MAX_WHOLE
-    k = tl.arange(0, WIDTH)
-    here = codes + (line + step * lines)[:, None] * WIDTH + k[None, :]
+    E2M1: tl.constexpr = SCALES == "e2m1"
+    here = codes + tl.expand_dims(line + step * lines, -1) * WIDTH + tl.arange(0, WIDTH)
     h = tl.load(here)
     h_other = h
     if TWO:
         h_other = tl.load(here + away * WIDTH)
     for part in tl.static_range(PARTS):
-        column = step * COLUMNS + part * WIDTH + k
-        inside = real[None, :]
+        column = first + part * WIDTH
+        inside = real
         if not EVEN:
-            inside = inside & (column < depth)[:, None]
-        v = tl.load(inputs + column[:, None], mask=inside, other=0.0)
+            inside = column < depth if real is None else real & (column < depth)
+        v = tl.load(inputs + column, mask=inside, other=None if inside is None else 0.0)
+        if E2M1 and WHOLE:
+            v *= _unit(v.dtype)
         if part * WIDTH % GROUP == 0 or SCALES == "halves":
             scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, EVEN)
             scale_other, shift_other = scale, shift
@@ -283,17 +343,19 @@ def _add_step(
                 scale_other, shift_other = _load_scale(
                     scales, step, line + away, lines, depth, part, BITS, GROUP, SCALES, EVEN
                 )
-            piece, piece_other, sums = tl.zeros_like(acc), tl.zeros_like(acc), tl.zeros_like(acc)
+            piece, piece_other = tl.zeros_like(acc), tl.zeros_like(acc)
+            sums = None if E2M1 else tl.zeros_like(acc)
         if WHOLE:
-            ones = tl.full((acc.shape[0], WIDTH), 1.0, v.dtype)
-            sums = tl.dot(ones, v, sums, input_precision="ieee")
-            piece = tl.dot(_whole_part(h, v, part), v, piece, input_precision="ieee")
+            if not E2M1:
+                sums = tl.dot(tl.full(h.shape, 1.0, v.dtype), v, sums, input_precision="ieee")
+            piece = _add_whole(piece, h, v, part, BITS, E2M1)
             if TWO:
-                piece_other = tl.dot(_whole_part(h_other, v, part), v, piece_other, input_precision="ieee")
+                piece_other = _add_whole(piece_other, h_other, v, part, BITS, E2M1)
             if (part + 1) * WIDTH % GROUP == 0 or part == PARTS - 1:
-                acc = _add_scaled(acc, piece, sums, scale, shift - _base(v) * scale)
+                acc = _add_scaled(acc, piece, sums, scale, shift - _base(v, BITS) * scale)
                 if TWO:
-                    other = _add_scaled(other, piece_other, sums, scale_other, shift_other - _base(v) * scale_other)
+                    gap = shift_other - _base(v, BITS) * scale_other
+                    other = _add_scaled(other, piece_other, sums, scale_other, gap)
         else:
             acc = tl.dot(_expand_part(h, scale, shift, v.dtype, part, BITS, SCALES), v, acc, input_precision="ieee")
             if TWO:
@@ -312,11 +374,12 @@ def _product(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Do the same as `fused_moe`'s kernel of experts. If EXPERTS is 0, this is a linear layer, each of whose rows is a
-    pair. Without `counts`, `pairs` has the experts of a single token. `lines`: the weight's rows. UNROLL divides the
-    steps of a row. With SPLITS a program takes some of the steps: out [rows, SPLITS, size]."""
+    pair. `lines`: the weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the steps:
+    out [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    WHOLE: tl.constexpr = BITS == 4 and SCALES != "e2m1" and BLOCK_M <= MAX_WHOLE
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
     first = index // (SIDE * across) * SIDE
     beside = tl.minimum(tiles - first, SIDE)
@@ -324,10 +387,6 @@ def _product(
     if EXPERTS == 0:
         pair, expert = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), 0
         real = pair < tokens
-    elif counts is None:  # one token: each of its pairs is a tile
-        rank = tl.arange(0, BLOCK_M)
-        expert, pair, real = tl.load(pairs + tile).to(tl.int32), tile.to(tl.int64) + rank, rank == 0
-        expert = tl.where(expert < 0, EXPERTS, expert)
     else:
         expert, pair, real = find_pairs(counts, pairs, tokens, tile, EXPERTS, PADDED, BLOCK_M)
     if expert < EXPERTS or EXPERTS == 0:
@@ -346,9 +405,11 @@ def _product(
         share = tl.cdiv(turns, SPLITS)
         for turn in tl.range(split * share, tl.minimum(turns, (split + 1) * share), num_stages=STAGES):
             for j in tl.static_range(UNROLL):
+                step = turn * UNROLL + j
+                first_column = (tl.arange(0, WIDTH) + step * (16 // BITS * WIDTH))[:, None]
                 acc, other = _add_step(
-                    acc, other, codes, scales, turn * UNROLL + j, line, lines, size, inputs, real, depth,
-                    BITS, GROUP, SCALES, KIND is not None, EVEN,
+                    acc, other, codes, scales, step, line, lines, size, inputs, first_column, real[None, :], depth,
+                    BITS, GROUP, SCALES, KIND is not None, EVEN, WHOLE,
                 )  # fmt: skip
         if BIAS and split == 0:
             acc += tl.load(bias + line).to(tl.float32)[:, None]
@@ -360,6 +421,95 @@ def _product(
             acc *= tl.load(shares + pair, mask=real, other=0.0)[None, :]
         place = out + (pair * SPLITS + split)[None, :] * size + n[:, None]
         tl.store(place, acc.to(out.dtype.element_ty), mask=(n < size)[:, None] & real[None, :])
+
+
+@triton.jit
+def _row_sums(
+    x, codes, scales, rows, lines, away, depth,
+    STEPS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
+    TWO: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the products [ROWS] of a row of x and the weight rows `rows` [ROWS], and, if TWO, of those `away` after
+    them, else zeros.
+
+    STEPS steps are multiplied at a time, as a batch of STEPS // STACKED matrix products, which the warps divide. The
+    tensor cores need MMA_M weight rows. If there are fewer, a product has those of STACKED steps, one step below the
+    other. Its MMA_N columns are the row of x at these steps in turn: column c at step c % STACKED. A sum counts only if
+    its row and its column are of the same step (`matched`, in the first STACKED columns)."""
+    ROWS: tl.constexpr = rows.shape[0]
+    STACKED: tl.constexpr = max(MMA_M // ROWS, 1)
+    COLUMNS: tl.constexpr = 16 // BITS * WIDTH
+    WHOLE: tl.constexpr = SCALES != "halves"  # whose parts have two scales
+    tl.static_assert(STACKED <= MMA_N, "each stacked step needs a column")
+    line = tl.reshape(tl.broadcast_to(rows[None, :], (STACKED, ROWS)), (1, STACKED * ROWS))
+    batch, column = tl.arange(0, STEPS // STACKED)[:, None] * STACKED, tl.arange(0, MMA_N)[None, :]
+    stacked = tl.arange(0, STACKED * ROWS)[None, :] // ROWS
+    acc = tl.zeros((STEPS // STACKED, STACKED * ROWS, MMA_N), tl.float32)
+    other = tl.zeros((STEPS // STACKED, STACKED * ROWS, MMA_N), tl.float32)
+    for turn in tl.range(0, tl.cdiv(depth, STEPS * COLUMNS), num_stages=STAGES):
+        step, x_step = turn * STEPS + batch + stacked, turn * STEPS + batch + column % STACKED
+        first = tl.arange(0, WIDTH)[:, None] + x_step[:, None, :] * COLUMNS
+        if not EVEN:
+            step = tl.minimum(step, tl.cdiv(depth, COLUMNS) - 1)  # steps after the last multiply zeros of x
+        acc, other = _add_step(
+            acc, other, codes, scales, step, line, lines, away, x, first, None, depth,
+            BITS, GROUP, SCALES, TWO, EVEN, WHOLE,
+        )  # fmt: skip
+    matched = stacked[:, :, None] == column[:, None, :]
+    return _sum_steps(acc, matched, x, SCALES, ROWS), _sum_steps(other, matched, x, SCALES, ROWS)
+
+
+@triton.jit
+def _sum_steps(acc, matched, x, SCALES: tl.constexpr, ROWS: tl.constexpr):
+    """Return the sums [ROWS] over all steps of the `matched` numbers of acc [S, STACKED * ROWS, MMA_N]."""
+    unit: tl.constexpr = _unit(x.dtype.element_ty) if SCALES == "e2m1" else 1.0
+    sums = tl.sum(tl.sum(tl.where(matched, acc * unit, 0.0), axis=2), axis=0)
+    return tl.sum(tl.reshape(sums, (acc.shape[1] // ROWS, ROWS)), axis=0)
+
+
+@fast_launch
+@triton.jit(do_not_specialize_on_alignment=["chosen"])
+def _one_row(
+    x, codes, scales, bias, shares, out, chosen, size, lines, depth,
+    EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+    DIVIDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Do the same as `fused_moe`'s kernel of one token, for BLOCK_N columns of `out` a program. If EXPERTS is 0, this
+    is a linear layer, and TOP is 1. `lines`: the weight's rows. STEPS: see `_row_sums`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    TWO: tl.constexpr = KIND is not None
+    across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
+    n = index % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, total = tl.minimum(n, size - 1).to(tl.int64), tl.zeros((BLOCK_N,), tl.float32)
+    for rank in tl.range(0, 1 if TWO else TOP, flatten=True):  # flat: loads of an expert begin in the one before
+        pair, expert = index // across + rank, 0  # without a KIND the index is less than `across`
+        if EXPERTS > 0:
+            expert = tl.load(chosen + pair)
+        if not DIVIDED or expert >= 0:
+            line, source = rows, x
+            if EXPERTS > 0:
+                line += expert * (2 * size if TWO else size)
+            if not TWO:
+                source += pair * depth
+            acc, other = _row_sums(
+                source, codes, scales, line, lines, size, depth, STEPS, BITS, GROUP, SCALES, EVEN, TWO, STAGES
+            )
+            if bias is not None:
+                acc += tl.load(bias + line).to(tl.float32)
+                if TWO:
+                    other += tl.load(bias + line + size).to(tl.float32)
+            if TWO:
+                acc = activate_gated(acc, other, KIND)
+            elif EXPERTS > 0:
+                acc *= tl.load(shares + pair)
+            total += acc
+    place = out + n
+    if TWO:
+        place += index // across * size
+    tl.store(place, total.to(out.dtype.element_ty), mask=n < size)
 
 
 @fast_launch
@@ -420,13 +570,16 @@ def low_bit_linear(
                 torch.addmm(bias[start : start + step], x, numbers.T, out=part)
         return out if activation is None else act_and_mul(out, activation, pdl=pdl)
     size = size if kind is None else size // 2
+    if not rows:
+        return x.new_empty(0, size)
     tile = tile or choose_tile(rows, x, weight, kind is not None, deterministic)
+    if tile.rows == 0:
+        return launch_one_row(x, weight, bias, x.new_empty(1, size), None, tile, kind, pdl)
     programs = SPLIT_PROGRAMS * 16 // max(tile.rows, 16)
     splits = min(MAX_SPLITS, power_of_2(cdiv(programs, cdiv(size, tile.columns))))
     splits = splits if kind is None and not deterministic else 1
     out = torch.empty(rows * splits, size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device)
-    if rows:
-        launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
+    launch(x, weight, bias, out, None, rows, tile, kind, pdl, splits)
     return out if splits == 1 else sum_experts(out, splits, x.dtype, pdl)
 
 
@@ -460,13 +613,19 @@ def low_bit_moe(
     hidden, inner]."""
     (tokens, hidden), top = x.shape, routing.expert_ids.shape[1]
     experts = down.rows // hidden
-    assert routing.counts is not None or tokens == 1, "several tokens need lists"
     assert x.stride(1) == 1, "rows are contiguous"
     pairs, inner = tokens * top, down.columns
-    between, parts = x.new_empty(pairs, inner), x.new_empty(pairs, hidden, dtype=torch.float32)
+    between = x.new_empty(pairs, inner)
+    if tokens == 1 and not deterministic:
+        first, second = choose_tile(1, x, gate_up, True, False), choose_tile(1, x, down, False, False)
+        launch_one_row(x, gate_up, biases[0], between, routing, first, ACTIVATIONS[activation], pdl, experts)
+        return launch_one_row(between, down, biases[1], x.new_empty(1, hidden), routing, second, None, pdl, experts)
+    assert routing.counts is not None, "several tokens need lists"
+    parts = x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
-        tile = choose_tile(cdiv(int(pairs * routing.share), experts), x, weight, kind is not None, deterministic)
+        mean = max(cdiv(int(pairs * routing.share), experts), 2)
+        tile = choose_tile(mean, x, weight, kind is not None, deterministic)
         launch(source, weight, bias, target, routing, tokens, tile, kind, pdl, experts=experts)
     return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
 
@@ -478,15 +637,12 @@ def launch(
     """Launch `_product` for the experts of `routing` or, without it, for a linear layer."""
     top, shares, counts, pairs = 1, out, out, out  # the kernel of a linear layer reads none of these tensors
     if routing is not None:
-        top, shares, counts = routing.expert_ids.shape[1], routing.weights, routing.counts
-        pairs = routing.expert_ids if routing.pairs is None else routing.pairs
+        top, shares, counts, pairs = routing.expert_ids.shape[1], routing.weights, routing.counts, routing.pairs
     size, columns = out.shape[1], 16 // weight.bits * GPU_WIDTH
     steps, unroll = len(weight.codes), max(tile.depth // columns, 1)
     while steps % unroll:
         unroll //= 2
-    tiles = cdiv(tokens, tile.rows)
-    if experts:
-        tiles = top if counts is None else min(len(out), len(out) // tile.rows + experts)
+    tiles = min(len(out), len(out) // tile.rows + experts) if experts else cdiv(tokens, tile.rows)
     options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
     _product[(tiles * cdiv(size, tile.columns), splits)](
         x, weight.codes, weight.scales, out if bias is None else bias, shares, out,
@@ -498,10 +654,32 @@ def launch(
     )  # fmt: skip
 
 
+def launch_one_row(
+    x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing | None, tile: Tile,
+    kind: str | None, pdl: bool, experts: int = 0,
+) -> Tensor:  # fmt: skip
+    """Launch `_one_row` for the experts of a single token or, without `routing`, for a linear layer. Return `out`: of
+    experts with a `kind` it is [top, size], else [1, size]. `experts`: how many `weight` has, 0 of a linear layer."""
+    top, shares, chosen, divided = 1, out, out, False  # the kernel of a linear layer reads none of these tensors
+    if routing is not None:
+        top, shares, chosen = routing.expert_ids.shape[1], routing.weights, routing.expert_ids
+        divided = routing.share < 1
+    size, columns = out.shape[1], 16 // weight.bits * GPU_WIDTH
+    steps = max(tile.depth // columns, 1)
+    options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
+    _one_row[(len(out) * cdiv(size, tile.columns),)](
+        x, weight.codes, weight.scales, bias, shares, out, chosen, size, weight.rows, weight.columns,
+        EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, STEPS=steps, BITS=weight.bits, GROUP=weight.group,
+        SCALES=weight.kind, EVEN=weight.columns % (steps * columns) == 0, STAGES=tile.stages, KIND=kind,
+        DIVIDED=divided, PDL=pdl, **options,
+    )  # fmt: skip
+    return out
+
+
 def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> Tile:
     """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs. It has as many stages as fit
-    in shared memory."""
+    in shared memory. A tile of 0 rows is for `_one_row`."""
     tile = ONE_TILE if deterministic else card_tile(x.device, f"low_bit/half/{'gated' if gated else 'plain'}", rows)
-    bits = (1 + gated) * tile.columns * weight.bits + tile.rows * 8 * x.element_size()
-    stage = bits * tile.depth // 8
-    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage)))
+    column_bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, MMA_N.value) * 8 * x.element_size()
+    stage_bytes = column_bits * tile.depth // 8
+    return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage_bytes)))

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.decode import (
@@ -106,10 +107,13 @@ def _prompt(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr,
     UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr,
     CONTIGUOUS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLLOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FOLLOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile and key head a program. See _decode for the constants of the layout. Not FOLLOW: all queries of
     a tile see up to its position, and windows end at those from its fifth number on."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     tile, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     FIELDS: tl.constexpr = 4 if FOLLOW else 5
     slot = tl.load(tiles + tile * FIELDS)
@@ -171,7 +175,7 @@ def _prompt(
 
 def prefill(
     q: Tensor, cache: LayerCache, tables: Tensor, tiles: Tensor, out: Tensor | None = None, *, small: bool = False,
-    bidirectional: bool = False, in_window: bool = False,
+    bidirectional: bool = False, in_window: bool = False, pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the causal attention of the queries in `tiles` (of make_prefill_tiles, on the device): q [T, heads, dim]
     -> out [T, heads, dim]. Rows of `out` in no tile are not written. A tile of slot 0 is padding, which sees nothing;
@@ -182,6 +186,8 @@ def prefill(
 
     The keys and values of all queries must be in their pages. `small` tiles waste less on rows of one token. The bits
     of a query's result depend on the size of tiles, and on nothing else of the step.
+
+    pdl: programmatic dependent launch, on GPUs of capability 9 and more.
     """
     heads, dim = q.shape[1:]
     group = heads // cache.kv_heads
@@ -197,7 +203,7 @@ def prefill(
         WINDOW=None if bidirectional and not in_window else cache.window,
         CHUNK=None if bidirectional and not in_window else cache.chunk,
         CAPPED=cache.softcap is not None, BLOCK_M=block_m, BLOCK_N=block_n, FOLLOW=not bidirectional,
-        num_warps=warps, num_stages=stages, maxnreg=registers, **layout_constants(cache),
+        PDL=pdl, launch_pdl=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, **layout_constants(cache),
     )  # fmt: skip
     return out
 
