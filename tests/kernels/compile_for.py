@@ -264,7 +264,7 @@ def mixtures() -> None:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)
         biases = zeros(2 * 1024 * 16), zeros(4096 * 16)
         fused_moe.fused_moe(zeros(tokens, 4096), routing, *kinds[0][0], "clamped_swiglu", biases=biases, pdl=PDL)
-    for tokens in (1, 16):
+    for tokens in (1, 64):
         routing = fused_moe.route(zeros(tokens, 32), 2, False, tokens > 1, own=range(16, 32), pdl=PDL)
         for (gate_up, down), scales in kinds:
             fused_moe.fused_moe(zeros(tokens, 4096), routing, gate_up, down, "silu", scales, pdl=PDL)

@@ -15,7 +15,7 @@ FOR_ALL = {
     "_decode", "_join", "_prompt", "_rope_write", "_norm", "_gate", "_act", "_softcap", "_peaks", "_choose",
     "_scores", "add_totals", "list_keys", "_search", "_copy", "_conv", "_conv_single", "_scan", "_unrolled",
     "_experts", "_one_token", "_parts", "_route", "_sum", "_recurrent", "_chunked", "_gated_norm",
-    "_delta_rule", "_solve_chunks", "_scan_chunks", "_norm_gate", "_product", "_one_row", "_expand",
+    "_delta_rule", "_solve_chunks", "_scan_chunks", "_norm_gate", "_product", "_low_bit_token", "_expand",
     "_one_shot", "_two_shot", "_gather", "_carried", "_add_up", "_await_own", "_finish", "_best", "_merge",
     "_together", "_by_count", "_by_weight",
 }  # fmt: skip

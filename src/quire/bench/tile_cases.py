@@ -49,8 +49,10 @@ def cases(entry: str, most: int, device: torch.device) -> list[Case]:
         return [_linear(form, shape, most, device)]
     if family == "decode":
         return list(_decodes(int(shape), most, device))
-    if form == "one_token":
+    if form == "one_token" and family == "experts":
         return [_one_token(*MODELS[most == MORE], device)]
+    if form == "one_token":
+        return list(_low_bit_one_token(shape == "gated", device))
     return list((_experts if family == "experts" else _low_bit)(shape == "gated", most, device))
 
 
@@ -122,33 +124,27 @@ def _multiply(
 
 
 def _low_bit(gated: bool, most: int, device: torch.device) -> Iterator[Case]:
-    """Yield linear layers of `most` rows, or MAX_FUSED_ROWS if that is less, then experts."""
-    for size, columns, activation in LINEARS.values():
-        if (activation is not None) == gated:
-            x = _random(device, min(most, low_bit.MAX_FUSED_ROWS), columns)
-            copies = range(inputs(size * AWQ_FORMAT.gpu_row_bytes(columns)))
-            run = partial(_low_bit_linear, x, activation)
-            yield [partial(run, random_matrix(size, columns, AWQ_FORMAT, device)) for _ in copies]
-    yield from _low_bit_one_token(gated, device) if most == 1 else _experts(gated, most, device, low_bits=True)
+    """Yield linear layers of `most` rows, or MAX_FUSED_ROWS if that is less, then experts. The tile for up to 8 rows is
+    measured with one row too."""
+    for rows in (1, 8) if most == 8 else (min(most, low_bit.MAX_FUSED_ROWS),):
+        for size, columns, activation in LINEARS.values():
+            if (activation is not None) == gated:
+                x, copies = _random(device, rows, columns), range(inputs(size * AWQ_FORMAT.gpu_row_bytes(columns)))
+                run = partial(_low_bit_linear, x, activation)
+                yield [partial(run, random_matrix(size, columns, AWQ_FORMAT, device)) for _ in copies]
+    yield from _experts(gated, most, device, low_bits=True)
 
 
 def _low_bit_one_token(gated: bool, device: torch.device) -> Iterator[Case]:
-    """Yield, for each of MODELS, the first product of a token's experts if `gated`, else the second one, each time with
-    other experts."""
+    """Yield one of the two products of the experts of one token, for each of MODELS, for several choices of experts."""
     for count, top, hidden, inner in MODELS:
         (size, depth), kind = ((inner, hidden), ACTIVATIONS["silu"]) if gated else ((hidden, inner), None)
         rows = (1 + gated) * size
         weight = random_matrix(count * rows, depth, MXFP4_FORMAT, device)
         x, out = _random(device, 1 if gated else top, depth), _random(device, top if gated else 1, size)
         logits = [_random(device, 1, count) for _ in range(inputs(top * rows * MXFP4_FORMAT.gpu_row_bytes(depth)))]
-        routings = [route(row, top, True, listed=False) for row in logits]
-        yield [partial(_low_bit_experts, x, weight, out, routing, kind, count) for routing in routings]
-
-
-def _low_bit_experts(
-    x: Tensor, weight: low_bit.LowBitMatrix, out: Tensor, routing: Routing, kind: str | None, count: int, tile: Tile
-) -> Tensor:
-    return low_bit.launch_one_row(x, weight, None, out, routing, tile, kind, supports_pdl(GPU), count)
+        product = partial(low_bit.launch_one_token, x, weight, None, out, kind=kind, pdl=supports_pdl(GPU))
+        yield [partial(product, route(row, top, True, listed=False)) for row in logits]
 
 
 def _low_bit_linear(x: Tensor, activation: str | None, weight: low_bit.LowBitMatrix, tile: Tile) -> Tensor:

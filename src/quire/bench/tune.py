@@ -200,9 +200,9 @@ def fits(key: Key, tile: Tile, shared_bytes: int) -> bool:
     stage_bytes = depth * (weights * columns * weight_bytes + rows * (1 if form == "rounded" else 2))
     prefetched_bytes = prefetch * columns * depth * weight_bytes
     small = stages * stage_bytes <= shared_bytes and prefetched_bytes <= MAX_PREFETCH_BYTES * threads
-    if family == "low_bit" and rows == 0:  # see `_row_sums`: a product is of at least 16 rows by 128 columns
-        products, large = columns * depth // 2048, columns >= 2 and depth >= 128
-        return small and large and min(columns, 16) * depth >= 2048 * warps and weights * products <= 8 * warps
+    if form == "one_token" and family == "low_bit":  # a sum is over 16 numbers of a row, and a thread has 1 to 32 sums
+        large = weights * columns >= 4 and depth >= 128 and columns * depth >= 16 * threads
+        return small and large and weights * columns * depth <= 512 * threads
     if rows == 0:  # without tensor cores: sums of each number of the depth
         return small and columns >= 2 and depth >= 32 and columns * depth <= MAX_SUMS * threads
     if form == "rounded":

@@ -162,9 +162,10 @@ class SparseMLP(nn.Module):
         gate_up, down, *scales = weights
         listed = len(x) > 1 or self.deterministic
         logits, scale = self.router(router_input), self.expert_scale
-        options = {"deterministic": self.deterministic, "pdl": self.pdl}
-        routing = self.route_kernel(logits, self.top_k, self.renormalize, listed, scale, self.own, **options)
-        return self.experts_kernel(x, routing, gate_up, down, self.act_name, *scales, **options)
+        routing = self.route_kernel(logits, self.top_k, self.renormalize, listed, scale, self.own, pdl=self.pdl)
+        return self.experts_kernel(
+            x, routing, gate_up, down, self.act_name, *scales, deterministic=self.deterministic, pdl=self.pdl
+        )
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights (fp32) and the indices of each token's experts, [T, top_k] each, most probable first."""

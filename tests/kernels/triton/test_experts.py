@@ -142,12 +142,9 @@ def test_biases_and_the_clamped_activation(dtype: torch.dtype) -> None:
 
 @TYPES
 @pytest.mark.parametrize("normalised", [False, True])
-@pytest.mark.parametrize(
-    ("tokens", "count", "top"),
-    [(33, 16, 2), (9, 16, 2), (33, 5, 3), (2, 5, 3), (33, 8, 1), (33, 3, 3), (33, 128, 8), (16, 128, 8), (9, 512, 10)],
-)
-def test_choice_equals_torch(tokens: int, count: int, top: int, normalised: bool, dtype: torch.dtype) -> None:
-    logits = 9 * random(tokens, count + 4, dtype=dtype)[:, :count]
+@pytest.mark.parametrize(("count", "top"), [(16, 2), (5, 3), (8, 1), (3, 3), (128, 8), (512, 10)])
+def test_choice_equals_torch(count: int, top: int, normalised: bool, dtype: torch.dtype) -> None:
+    logits = 9 * random(33, count + 4, dtype=dtype)[:, :count]
     want, at = logits.float().softmax(dim=1).topk(top, dim=1)
     for pdl in PDL:
         routing = route(logits, top, normalised, pdl=pdl)

@@ -100,19 +100,20 @@ def test_mxfp4_is_exact() -> None:
 @NAMES
 def test_linear(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one row, some, and so many that the weight is expanded, by pieces; with a bias, an activation, and strided
-    rows."""
-    monkeypatch.setattr(low_bit, "EXPANDED_NUMBERS", 256 * 50)
-    weight = weights(72, 256, name)
+    rows. The last step of a row is not full, unless a group fills one."""
+    columns = 256 + GROUPS[name] % 128
+    monkeypatch.setattr(low_bit, "EXPANDED_NUMBERS", columns * 50)
+    weight = weights(72, columns, name)
     packed, full = low_bit.pack([weight], DEVICE), weight.dequantize().to(DEVICE).double()
     bias = random(72, seed=5).to(DEVICE, dtype)
     for rows, pdl in product((1, 5, 20, 40, 140), PDL):
-        x = random(rows, 264, seed=6).to(DEVICE, dtype)[:, :256]
+        x = random(rows, columns + 8, seed=6).to(DEVICE, dtype)[:, :columns]
         want = x.double() @ full.T + bias.double()
         size = float(full.abs().max() * x.abs().max())
-        close(low_bit.low_bit_linear(x, packed, bias, pdl=pdl), want, 256, size)
+        close(low_bit.low_bit_linear(x, packed, bias, pdl=pdl), want, columns, size)
         gate, up = (x.double() @ full.T).chunk(2, dim=1)
         got = low_bit.low_bit_linear(x, packed, None, "silu", pdl=pdl)
-        close(got, F.silu(gate) * up, 256, size * float(1 + gate.abs().max()))
+        close(got, F.silu(gate) * up, columns, size * float(1 + gate.abs().max()))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -158,31 +159,11 @@ def test_experts(name: str, experts: int, top: int, dtype: torch.dtype) -> None:
 
 @TYPES
 @NAMES
-def test_one_row(name: str, dtype: torch.dtype) -> None:
-    """A linear layer in tiles of fewer weight rows than the tensor cores need, and of more. Columns are not a multiple
-    of a step's, nor steps a multiple of those that a tile multiplies at a time."""
-    columns = 5 * max(GROUPS[name], 64) - (32 if name == "mxfp4" else 0)
-    weight = weights(50, columns, name)
-    packed, full = low_bit.pack([weight], DEVICE), weight.dequantize().to(DEVICE).double()
-    x, bias = random(1, columns, seed=6).to(DEVICE, dtype), random(50, seed=5).to(DEVICE, dtype)
-    want = x.double() @ full.T + bias.double()
-    gate, up = want.chunk(2, dim=1)
-    size = float(full.abs().max() * x.abs().max())
-    tiles = Tile(0, 2, 1024, 2, 1), Tile(0, 8, 256, 3, 2), Tile(0, 32, 256, 3, 4)
-    for tile, pdl in zip(tiles, cycle(PDL)):
-        got = low_bit.low_bit_linear(x, packed, bias, pdl=pdl, tile=tile)
-        close(got, want, columns, size)
-        got = low_bit.low_bit_linear(x, packed, bias, "clamped_swiglu", pdl=pdl, tile=tile)
-        limited = gate.clamp(max=7)
-        close(got, limited * torch.sigmoid(1.702 * limited) * (up.clamp(-7, 7) + 1), columns, 2 * size)
-
-
-@TYPES
-@pytest.mark.parametrize("name", ["mxfp4", "awq-64", "gptq-128"])
 @pytest.mark.parametrize("own", [range(6), range(2, 5)])
-def test_one_token(name: str, own: range, dtype: torch.dtype) -> None:
-    """With biases. Experts of other ranks are left out."""
-    hidden, inner, top = {"mxfp4": 160, "awq-64": 192, "gptq-128": 256}[name], 128, 3
+def test_one_token(name: str, own: range, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases, and some experts on other ranks. The last turn of the loop is not full, except with the first tile,
+    nor is the last step of a row with groups of 32 and 64."""
+    top, (hidden, inner) = 3, {32: (160, 96), 64: (192, 64), 128: (256, 128), 256: (256, 256)}[GROUPS[name]]
     gate_up, down = weights(6 * 2 * inner, hidden, name), weights(6 * hidden, inner, name)
     full = [weight.dequantize().double().view(6, -1, weight.numbers.shape[1])[own] for weight in (gate_up, down)]
     packed = []
@@ -192,7 +173,8 @@ def test_one_token(name: str, own: range, dtype: torch.dtype) -> None:
     x, biases = random(1, hidden, seed=7), [random(len(own) * rows, seed=9) for rows in (2 * inner, hidden)]
     x, biases = x.to(DEVICE, dtype), [bias.to(DEVICE, dtype) for bias in biases]
     logits = torch.tensor([[0.0, -9, 1, -9, 2, -9]]).to(DEVICE, dtype)
-    for pdl in PDL:
+    for tile, pdl in zip((Tile(0, 16, 64, 2, 1), Tile(0, 4, 512, 3, 2), Tile(0, 32, 1024, 3, 4)), cycle(PDL)):
+        monkeypatch.setattr(low_bit, "card_tile", lambda *entry, tile=tile: tile)
         routing = route(logits, top, True, False, own=own, pdl=pdl)
         got = low_bit.low_bit_moe(x, routing, *packed, "silu", (biases[0], biases[1]), pdl=pdl).cpu().double()
         want = torch.zeros(1, hidden, dtype=torch.float64)
@@ -203,6 +185,31 @@ def test_one_token(name: str, own: range, dtype: torch.dtype) -> None:
                 want += share * ((F.silu(gate) * up) @ full[1][expert].T + outer_bias[expert])
         assert routing.expert_ids.min() == (0 if len(own) == 6 else -1)
         torch.testing.assert_close(got, want, rtol=1e-4, atol=(2e-2 if CUDA else 1e-5) * float(want.abs().max()))
+
+
+@TYPES
+@pytest.mark.parametrize("name", ["mxfp4", "awq-128"])
+@pytest.mark.parametrize("chosen", [[0, 4, 5], [0, 1, 5]], ids=["one", "none"])
+def test_experts_that_are_not_chosen_do_not_matter(
+    name: str, chosen: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has the experts 2 to 4, and infinite or NaN scales of 2 and 3. Steps are full, and what the first product
+    does not store is NaN."""
+    matrices = [low_bit.pack([weights(rows * 128, 128, name)], DEVICE) for rows in (6, 3)]
+    x, logits = random(1, 128, seed=7).to(DEVICE, dtype), torch.full((1, 6), -9.0, device=DEVICE, dtype=dtype)
+    logits[:, chosen] = 0
+    monkeypatch.setattr(low_bit, "card_tile", lambda *entry: Tile(0, 16, 64, 2, 1))
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new tensors are filled with NaN
+    try:
+        routing = route(logits, 3, True, False, own=range(2, 5))
+        want = low_bit.low_bit_moe(x, routing, *matrices, "silu")
+        assert bool(want.any()) == (4 in chosen)
+        for matrix in matrices:
+            matrix.scales[..., : matrix.rows // 3 * 2] = -1
+        for pdl in PDL:
+            check_same(low_bit.low_bit_moe(x, routing, *matrices, "silu", pdl=pdl), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @TYPES

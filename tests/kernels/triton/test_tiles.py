@@ -49,7 +49,7 @@ EXPERTS = {
 LOW_BIT = {
     True: [(0, 16, 512, 3, 4), (8, 64, 256, 4, 4), (16, 32, 256, 4, 2), (32, 64, 128, 3, 4), (128, 64, 128, 3, 4),
            (128, 64, 128, 3, 4)],
-    False: [(0, 8, 1024, 3, 4), (8, 32, 256, 4, 1), (16, 64, 256, 4, 2), (32, 64, 128, 4, 4), (128, 64, 128, 3, 4),
+    False: [(0, 8, 2048, 3, 8), (8, 32, 256, 4, 1), (16, 64, 256, 4, 2), (32, 64, 128, 4, 4), (128, 64, 128, 3, 4),
             (128, 64, 128, 3, 4)],
 }  # fmt: skip
 ONE_TOKEN = {768: (4, 1024, 3, 4, 0), 2048: (4, 1024, 3, 4, 0), 2880: (8, 1024, 4, 4, 0), 14336: (8, 512, 3, 4, 3)}
@@ -72,7 +72,7 @@ def test_an_h200_has_the_tiles_that_were_recorded(monkeypatch: pytest.MonkeyPatc
         assert [fused_moe.choose_tile(16 * mean, x, weight, gated)[:5] for mean in MEANS] == tiles
     matrix = low_bit.LowBitMatrix(weight, weight, "zeros", 4, 128, 4096)
     for gated, tiles in LOW_BIT.items():
-        assert [low_bit.choose_tile(mean, x, matrix, gated, False)[:5] for mean in (1, *MEANS)] == tiles
+        assert [low_bit.choose_tile(mean, x, matrix, gated, False)[:5] for mean in (0, *MEANS)] == tiles
     for depth, tile in ONE_TOKEN.items():
         assert fused_moe.one_token_tile(CPU, 4096, depth, -1)[1:] == tile
     monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)

@@ -143,10 +143,11 @@ def oldest_visible(length, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def context_extent(oldest, length, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Return (start of the first block, tokens of a part, parts) of the positions `oldest` .. length - 1."""
+def context_extent(oldest, length, splits, BLOCK: tl.constexpr):
+    """Return (start of the first block, tokens of a part, parts) of the positions `oldest` .. length - 1, in up to
+    `splits` parts."""
     first = oldest // BLOCK * BLOCK
-    chunk = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    chunk = tl.cdiv(tl.cdiv(length - first, splits), BLOCK) * BLOCK
     return first, chunk, tl.cdiv(length - first, tl.maximum(chunk, 1))
 
 
@@ -184,12 +185,13 @@ def _decode(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr, QUERIES: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr, VALUES_AFTER: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, CONTIGUOUS: tl.constexpr,
-    INDEXED: tl.constexpr, PDL: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one head and part of a tile of up to SHARED rows a program: GROUP queries of each row. VALUES_AFTER:
-    offset in numbers from a key to its value; None: values are in another buffer, at `values`."""
+    offset in numbers from a key to its value; None: values are in another buffer, at `values`. The number of parts is
+    no constant, since each would be another kernel to compile."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -198,7 +200,7 @@ def _decode(
     shortest = tl.where(slot == 0, 0, shortest)  # padding sees nothing, and its result is zeros
     longest = tl.where(slot == 0, 0, longest)
     oldest = oldest_visible(shortest, WINDOW, CHUNK)
-    first, chunk, active = context_extent(oldest, longest, BLOCK, SPLITS)
+    first, chunk, active = context_extent(oldest, longest, splits, BLOCK)
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, longest)
     idle = (split > 0) & (begin >= end)
@@ -272,11 +274,11 @@ def _decode(
     if active <= 1:
         result = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
         tl.store(target + g[:, None] * DIM + d[None, :], result.to(out.dtype.element_ty), mask=inside)
-    elif SPLITS > 1:
+    else:
         part = row.to(tl.int64) * KV_HEADS + head
         if SHARED > 1:
             part = own_row.to(tl.int64) * KV_HEADS + head
-        spot = part * SPLITS + split
+        spot = part * splits + split
         tl.store(sums + (spot * GROUP + g)[:, None] * DIM + d[None, :], total, mask=inside)
         tl.store(maxima + spot * GROUP + g, best, mask=used)
         tl.store(divisors + spot * GROUP + g, weight, mask=used)
@@ -308,7 +310,7 @@ def _join(
     best = tl.load(maxima + part, mask=splits < SPLITS, other=MIN_SCORE)
     weight = tl.load(divisors + part, mask=splits < SPLITS, other=0.0)
     total = tl.load(sums + (part * DIM)[:, None] + d[None, :], mask=inside, other=0.0)
-    active = context_extent(oldest_visible(shortest, WINDOW, CHUNK), longest, BLOCK, SPLITS)[2]
+    active = context_extent(oldest_visible(shortest, WINDOW, CHUNK), longest, SPLITS, BLOCK)[2]
     live = (splits < active) & (active > 1)
     best = tl.where(live, best, MIN_SCORE)
     shrink = tl.exp2(best - tl.max(best, 0))
@@ -362,7 +364,7 @@ def decode(
     indices = slots if rows is None else rows
     shared = {
         "KV_HEADS": kv_heads, "GROUP": group, "SHARED": shared_rows, "DIM": dim, "DIM_PAD": dim_pad,
-        "WINDOW": cache.window, "CHUNK": cache.chunk, "BLOCK": tile.columns, "SPLITS": splits,
+        "WINDOW": cache.window, "CHUNK": cache.chunk, "BLOCK": tile.columns,
         "INDEXED": rows is not None, "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     _decode[(kv_heads, splits, batch)](
@@ -373,7 +375,8 @@ def decode(
     )  # fmt: skip
     if splits > 1:
         _join[(group, kv_heads, batch)](
-            *parts, slots, lengths, indices, out, out.stride(0), SPLITS_PAD=power_of_2(splits), num_warps=4, **shared,
+            *parts, slots, lengths, indices, out, out.stride(0), SPLITS=splits, SPLITS_PAD=power_of_2(splits),
+            num_warps=4, **shared,
         )  # fmt: skip
     return out
 

@@ -32,9 +32,6 @@ ONE_TILE = Tile(32, 64, 128, 4, 4)
 MAX_EXACT_PAIRS = 4096
 """The most pairs whose outputs stay in fp32 until they are summed. Those of more, in prompts, are rounded to x's dtype,
 as they take much of a layer's time to write and read."""
-ROUTED_TOGETHER, MAX_EXPERTS_TOGETHER = 16, 256
-"""The most tokens whose experts one program chooses, one token a warp, and the most experts for which it does. Such a
-program also sets the counts of pairs to 0, which is another launch otherwise."""
 GROUP_TILES = 8
 """Tiles of pairs that are multiplied by a weight at the same time, so that it is read from memory once for them."""
 
@@ -66,39 +63,32 @@ class Routing(NamedTuple):
 def _route(
     logits, weights, chosen, counts, pairs, scale, tokens, stride, first,
     EXPERTS: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, TOP: tl.constexpr, PADDED_TOP: tl.constexpr,
-    ROWS: tl.constexpr, NORMALISED: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    NORMALISED: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of ROWS tokens a program, and list their pairs of the OWN experts from `first` on. If ROWS is
-    more than 1, there is one program, which sets `counts` to 0 first; else `counts` must be 0.
-
-    If a likelihood is NaN, all weights are NaN and the first experts are chosen, because comparisons with NaN depend on
-    the device."""
+    """Choose the experts of one token a program, and list its pairs of the OWN experts from `first` on. If a likelihood
+    is NaN, all weights are NaN and the first experts are chosen, because comparisons with NaN depend on the device."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row, expert = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
-    if LISTED and ROWS > 1:
-        tl.store(counts + expert, tl.zeros((1, PADDED), tl.int32), mask=expert < OWN)
-        tl.debug_barrier()  # before any warp counts
-    x = tl.load(logits + row * stride + expert, mask=(row < tokens) & (expert < EXPERTS), other=-float("inf"))
-    x = tl.where(row < tokens, x.to(tl.float32), 0.0)
-    x = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
-    whole = tl.sum(x, axis=1, keep_dims=True)
+    row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    x = tl.load(logits + row * stride + expert, mask=expert < EXPERTS, other=-float("inf")).to(tl.float32)
+    x = tl.exp(x - tl.max(x, axis=0))
+    whole = tl.sum(x, axis=0)
     wrong = whole != whole
     x = tl.where(wrong, 1.0 / (1 + expert), x / whole)
     x = tl.where(expert < EXPERTS, x, -1.0)
-    rank, total = tl.arange(0, PADDED_TOP)[None, :], tl.zeros((ROWS, 1), tl.float32)
-    best, ids = tl.zeros((ROWS, PADDED_TOP), tl.float32), tl.zeros((ROWS, PADDED_TOP), tl.int32)
+    rank, total = tl.arange(0, PADDED_TOP), 0.0
+    best, ids = tl.zeros((PADDED_TOP,), tl.float32), tl.zeros((PADDED_TOP,), tl.int32)
     for j in tl.static_range(TOP):
-        at = tl.minimum(tl.argmax(x, axis=1, keep_dims=True), EXPERTS - 1)
-        likelihood = tl.sum(tl.where(expert == at, x, 0.0), axis=1, keep_dims=True)
+        at = tl.minimum(tl.argmax(x, axis=0), EXPERTS - 1)
+        likelihood = tl.sum(tl.where(expert == at, x, 0.0), axis=0)
         total += likelihood
         best, ids = tl.where(rank == j, likelihood, best), tl.where(rank == j, at, ids)
         x = tl.where(expert == at, -1.0, x)
     best = best / total if NORMALISED else best
     if scale is not None:
         best *= tl.load(scale + ids)
-    real, pair = (row < tokens) & (rank < TOP), row * TOP + rank
+    real, pair = rank < TOP, row * TOP + rank
     own = ids - first
     mine = real & (own >= 0) & (own < OWN)
     tl.store(chosen + pair, tl.where(mine, own, -1).to(tl.int64), mask=real)
@@ -110,28 +100,24 @@ def _route(
 
 def route(
     logits: Tensor, top_k: int, renormalize: bool, listed: bool = True, scale: Tensor | None = None,
-    own: range | None = None, *, deterministic: bool = False, pdl: bool = False,
+    own: range | None = None, *, pdl: bool = False,
 ) -> Routing:  # fmt: skip
     """Choose the `top_k` most probable experts of each row of logits [T, experts]. Their weights are probabilities,
     divided by their sum if `renormalize`, the largest first, times the `scale` [experts] of their expert, if given. If
-    not `listed`, there are no lists of pairs. `own`: the experts of this rank (None: all). `deterministic`: a row's
-    weights do not depend on the number of rows."""
+    not `listed`, there are no lists of pairs. `own`: the experts of this rank (None: all)."""
     tokens, experts = logits.shape
     own = range(experts) if own is None else own
     assert logits.stride(1) == 1, "rows are contiguous"
     weights = torch.empty((tokens, top_k), dtype=torch.float32, device=logits.device)
     chosen = torch.empty((tokens, top_k), dtype=torch.int64, device=logits.device)
-    together = 1 < tokens <= ROUTED_TOGETHER and experts <= MAX_EXPERTS_TOGETHER and not deterministic
-    rows = ROUTED_TOGETHER if together else 1
-    allocate = torch.empty if together else torch.zeros
-    counts = allocate(len(own), dtype=torch.int32, device=logits.device) if listed else None
+    counts = torch.zeros(len(own), dtype=torch.int32, device=logits.device) if listed else None
     pairs = torch.empty((len(own), tokens), dtype=torch.int32, device=logits.device) if listed else None
     if tokens:
-        _route[(cdiv(tokens, rows),)](
+        _route[(tokens,)](
             logits, weights, chosen, chosen if counts is None else counts, chosen if pairs is None else pairs, scale,
             tokens, logits.stride(0), own.start,
             EXPERTS=experts, OWN=len(own), PADDED=power_of_2(experts), TOP=top_k, PADDED_TOP=power_of_2(top_k),
-            ROWS=rows, NORMALISED=renormalize, LISTED=listed, PDL=pdl, num_warps=rows, launch_pdl=pdl,
+            NORMALISED=renormalize, LISTED=listed, PDL=pdl, num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
     return Routing(weights, chosen, counts, pairs, len(own) / experts)
 

@@ -159,9 +159,6 @@ def _few(
     m = tl.arange(0, BLOCK_M).to(tl.int64)
     real = m < rows
     inputs = x + m[:, None] * x_stride + k[None, :]
-    early_inputs = ()  # loaded here and not at the end, where the program would wait for them
-    for i in tl.static_range(EARLY):
-        early_inputs += (tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0),)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for start in range(0, body, BLOCK_K):
         inside = (start + k < body)[None, :]
@@ -169,7 +166,8 @@ def _few(
         v = tl.load(inputs + start, mask=real[:, None] if EVEN else real[:, None] & inside, other=0.0)
         acc = _add(acc, w, v, scale, start, size, GROUP, KIND)
     for i in tl.static_range(EARLY):
-        acc = _add(acc, early[i], early_inputs[i], scale, body + i * BLOCK_K, size, GROUP, KIND)
+        v = tl.load(inputs + body + i * BLOCK_K, mask=real[:, None], other=0.0)
+        acc = _add(acc, early[i], v, scale, body + i * BLOCK_K, size, GROUP, KIND)
     if GROUP == 0:
         acc *= tl.load(scale)[:, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

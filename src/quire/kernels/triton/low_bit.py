@@ -1,12 +1,13 @@
 """Products with weights in few bits: linear layers, and mixtures of experts (see `fused_moe`).
 
 A program expands some rows of the weight in registers, step by step, and multiplies them as `W x^T` on the tensor cores
-with the rows of x as the narrow side (`_product`). So the weight is read from memory in few bits. A single row of x has
-its own kernel (`_one_row`), which divides the steps among warps. Many rows of x are multiplied by the library, with a
-weight that is expanded in memory for the time of the product (`_expand`).
+with the rows of x as the narrow side (`_product`). So the weight is read from memory in few bits. The experts of a
+single token have their own kernel, without tensor cores (`_low_bit_token`). Many rows of x are multiplied by the
+library, with a weight that is expanded in memory for the time of the product (`_expand`).
 
 A weight's number is code * scale + shift, in fp32. Either this number is rounded to x's dtype and multiplied
-(`_expand_part`), or the codes are multiplied as whole numbers, and the sum over a group is scaled (`_whole_part`).
+(`_expand_part`), or the codes are multiplied as whole numbers, and sums over columns of one group are scaled: with the
+tensor cores in x's dtype (`_whole_part`), for a single token in fp32 (`_add_steps`).
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ ways, until there are SPLIT_PROGRAMS programs. With tiles of more than 16 rows o
 splits takes time too."""
 MAX_WHOLE = tl.constexpr(32)
 """The most rows of x of a tile of `_product` that multiplies codes of 4 bits as whole numbers (see `_whole_part`)."""
-MMA_M, MMA_N = tl.constexpr(16), tl.constexpr(8)
-"""The fewest rows of a weight, and of x, that an instruction of the tensor cores multiplies."""
 
 
 def _ptx(*lines: str) -> str:
@@ -59,26 +58,23 @@ def _whole_ptx(base: str) -> tl.constexpr:
     return tl.constexpr(tuple(_ptx(f"shr.u32 a, $1, {4 * part}", *merged) for part in range(4)))
 
 
-def _e2m1_ptx(part: int, scaled: bool) -> str:
-    """Return the PTX for a part of MXFP4 in bf16: of `_expand_part` if `scaled`, else of `_whole_part`.
+def _e2m1_ptx(part: int) -> str:
+    """Return the PTX of `_expand_part` for a part of MXFP4 in bf16.
 
     A code's sign, exponent and mantissa are moved to their places in bf16 (0x81c0), which makes 2^-126 times its
-    number. If `scaled`, this is multiplied by 2^126 (0x7e80) and by the scale in $2. GPUs before Hopper have no product
-    of two numbers in bf16, but one that adds a third, here -0."""
+    number. This is multiplied by 2^126 (0x7e80) and by the scale in $2. GPUs before Hopper have no product of two
+    numbers in bf16, but one that adds a third, here -0."""
     moved = [f"shl.b32 a, $1, {3 * part}"]
     if part == 3:  # 66 is 1 << 1 | 1 << 6: the last two bits move by 1, the sign by 6
         moved = ["shr.u32 a, $1, 5", "and.b32 b, a, 0x02600260", "and.b32 a, a, 0x01000100", "mad.lo.u32 a, b, 66, a"]
-    if not scaled:
-        return _ptx(*moved, "and.b32 $0, a, 0x81c081c0")
-    scale = "mov.b32 b, 0x7e807e80", "fma.rn.bf16x2 a, a, b, zero", "fma.rn.bf16x2 $0, a, $2, zero"
-    return _ptx(*moved, "and.b32 a, a, 0x81c081c0", "mov.b32 zero, 0x80008000", *scale)
+    scaled = "mov.b32 b, 0x7e807e80", "fma.rn.bf16x2 a, a, b, zero", "fma.rn.bf16x2 $0, a, $2, zero"
+    return _ptx(*moved, "and.b32 a, a, 0x81c081c0", "mov.b32 zero, 0x80008000", *scaled)
 
 
 # Each has the PTX of the four parts.
 _WHOLE_BF16 = _whole_ptx("0x43004300")  # 128
 _WHOLE_FP16 = _whole_ptx("0x64006400")  # 1024
-_WHOLE_E2M1 = tl.constexpr(tuple(_e2m1_ptx(part, False) for part in range(4)))
-_SCALED_E2M1 = tl.constexpr(tuple(_e2m1_ptx(part, True) for part in range(4)))
+_SCALED_E2M1 = tl.constexpr(tuple(_e2m1_ptx(part) for part in range(4)))
 
 
 class LowBitMatrix(NamedTuple):
@@ -186,9 +182,11 @@ def _half(word, HIGH: tl.constexpr):
 def _load_scale(
     scales, step, line, lines, depth,
     PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
+    LANES: tl.constexpr = WIDTH,
 ):  # fmt: skip
-    """Return the scales and shifts of a step's part for the weight rows `line` [N], in fp32: [N], or [N, WIDTH] if
-    SCALES is "halves". With steps [S, N] and rows [1, N] they are [S, N], or [S, N, WIDTH]."""
+    """Return the scales and shifts of a step's part for the weight rows `line`, in fp32. They have the shape to which
+    `step` and `line` are broadcast. If SCALES is "halves", a last dimension follows: LANES numbers, for equal shares of
+    the part's columns. If not EVEN, the part may lie beyond the `depth` columns."""
     PARTS: tl.constexpr = 16 // BITS
     if SCALES == "e2m1":
         word = tl.load(scales + step * lines + line)
@@ -198,7 +196,7 @@ def _load_scale(
         word, unit = tl.load(scales + step * 2 * lines + line), tl.load(scales + (step * 2 + 1) * lines + line)
         first = (word << (24 - 16 * PART) >> 24).to(tl.float32) * _half(unit, False)
         second = (word << (16 - 16 * PART) >> 24).to(tl.float32) * _half(unit, False)
-        scale = tl.where(tl.arange(0, WIDTH) < WIDTH // 2, tl.expand_dims(first, -1), tl.expand_dims(second, -1))
+        scale = tl.where(tl.arange(0, LANES) < LANES // 2, tl.expand_dims(first, -1), tl.expand_dims(second, -1))
         shift = -32 * scale
     elif SCALES == "superblocks":
         words = scales + step * (PARTS // 2 + 1) * lines + line
@@ -217,67 +215,52 @@ def _load_scale(
 
 
 @triton.jit
-def _whole_part(codes, like, PART: tl.constexpr, E2M1: tl.constexpr):
-    """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, in the shape of `codes`.
-    Two of them take two instructions. The caller scales the sums of a group.
-
-    With E2M1 return the numbers of MXFP4 without their scales; in bf16 they are divided by the square of `_unit`, and
-    two of them take 2.5 instructions on average."""
-    if E2M1 and like.dtype != tl.bfloat16:
-        whole = _e2m1(codes, PART).to(like.dtype)
-    elif like.dtype == tl.float32:
+def _whole_part(codes, like, PART: tl.constexpr):
+    """Return a part's codes of 4 bits, plus `_base`, as exact numbers of the dtype of `like`, [N, WIDTH]. Two of them
+    take two instructions. The caller scales the sums of a group."""
+    if like.dtype == tl.float32:
         whole = (codes.to(tl.int32) >> (4 * PART) & 15).to(tl.float32)
     else:
-        ptx: tl.constexpr = _WHOLE_E2M1 if E2M1 else _WHOLE_BF16 if like.dtype == tl.bfloat16 else _WHOLE_FP16
+        ptx: tl.constexpr = _WHOLE_BF16 if like.dtype == tl.bfloat16 else _WHOLE_FP16
         whole = tl.inline_asm_elementwise(ptx[PART], "=r,r", [codes], dtype=like.dtype, is_pure=True, pack=2)
     return whole
 
 
 @triton.jit
-def _e2m1(codes, PART: tl.constexpr):
-    """Return the numbers of a part of MXFP4 without their scales, in fp32."""
+def _raw_part(codes, PART: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr):
+    """Return a part's codes plus `_raw_base`, or the numbers of MXFP4 without their scales, times 2^-126, in fp32. Only
+    the lower 16 bits of `codes` are read."""
     wide = codes.to(tl.int32)
-    if PART < 3:
+    if SCALES == "e2m1" and PART < 3:
         bits = wide << (16 + 3 * PART) & -0x7E400000  # 0x81C00000 as a signed number
-    else:
+    elif SCALES == "e2m1":
         bits = (wide << 17 & -0x80000000) | (wide << 11 & 0x01000000) | (wide << 12 & 0x00C00000)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+    else:  # a code's last bit becomes the bit of the base's mantissa that is worth 1
+        place: tl.constexpr = 16 if BITS == 4 else 15
+        base: tl.constexpr = 0x43000000 if BITS == 4 else 0x43800000
+        bits = (wide << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | base
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _add_whole(piece, codes, v, PART: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr):
-    """Return piece [N, M] plus the product of a part's codes [N, WIDTH], each plus `_base`, and v [WIDTH, M]. Codes of
-    8 bits are multiplied as two halves of 4, since the mantissa of bf16 has no room for more beside the base."""
-    if BITS == 8:
-        high = tl.dot(_whole_part(codes, v, 2 * PART + 1, False), v, tl.zeros_like(piece), input_precision="ieee")
-        piece = high * 16.0 + piece
-    return tl.dot(_whole_part(codes, v, PART * BITS // 4, E2M1), v, piece, input_precision="ieee")
+def _raw_base(BITS: tl.constexpr):
+    """Return the number that `_raw_part` adds to a code."""
+    base: tl.constexpr = 128.0 if BITS == 4 else 256.0
+    return base
 
 
 @triton.jit
-def _base(like, BITS: tl.constexpr):
-    """Return the number that `_whole_part` adds to a code of 4 bits; of 8 bits, what it adds to both halves together:
-    to the high one 16 times."""
+def _base(like):
+    """Return the number that `_whole_part` adds to a code."""
     base: tl.constexpr = 128.0 if like.dtype == tl.bfloat16 else 1024.0 if like.dtype == tl.float16 else 0.0
-    return base * 17 if BITS == 8 else base
-
-
-@triton.jit
-def _unit(dtype: tl.constexpr):
-    """Return the number by which x, and then the sums, are multiplied, because `_whole_part` divides MXFP4 by its
-    square, 2^126. In two steps, so that no sum is rounded as a subnormal number, unless all of x is below about 1e-17.
-    Numbers of x from 2^65 on become infinite."""
-    unit: tl.constexpr = 9.223372036854775808e18 if dtype == tl.bfloat16 else 1.0  # 2^63
-    return unit
+    return base
 
 
 @triton.jit
 def _add_scaled(acc, piece, sums, scale, shift):
-    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]. There is no shift if `sums` is None."""
-    acc = tl.fma(piece, tl.broadcast_to(tl.expand_dims(scale, -1), acc.shape), acc)
-    if sums is not None:
-        acc = tl.fma(sums, tl.broadcast_to(tl.expand_dims(shift, -1), acc.shape), acc)
-    return acc
+    """Return acc + piece * scale + sums * shift, [N, M]; scales and shifts [N]."""
+    acc = tl.fma(piece, tl.broadcast_to(scale[:, None], acc.shape), acc)
+    return tl.fma(sums, tl.broadcast_to(shift[:, None], acc.shape), acc)
 
 
 @triton.jit
@@ -292,50 +275,39 @@ def _expand_part(
         twice = tl.broadcast_to(high | high << 16, codes.shape)
         ptx: tl.constexpr = _SCALED_E2M1[PART]
         return tl.inline_asm_elementwise(ptx, "=r,r,r,r", [codes, twice], dtype=tl.bfloat16, is_pure=True, pack=2)
+    numbers = _raw_part(codes, PART, BITS, SCALES)
     if SCALES == "e2m1":
-        numbers = _e2m1(codes, PART) * scale
+        numbers = numbers * 8.507059173023462e37 * scale  # 2^126
     else:
-        # base + code: the code is put at the place of the mantissa of `base` that is worth 1.
-        place: tl.constexpr = 16 if BITS == 4 else 15
-        base: tl.constexpr = 128.0 if BITS == 4 else 256.0
-        one: tl.constexpr = 0x43000000 if BITS == 4 else 0x43800000
-        bits = (codes.to(tl.int32) << (place - BITS * PART) & ((1 << BITS) - 1 << place)) | one
-        numbers = bits.to(tl.float32, bitcast=True) * scale + (shift - base * scale)
+        numbers = numbers * scale + (shift - _raw_base(BITS) * scale)
     return numbers.to(dtype)
 
 
 @triton.jit
 def _add_step(
-    acc, other, codes, scales, step, line, lines, away, inputs, first, real, depth,
+    acc, other, codes, scales, step, line, lines, away, inputs, real, depth,
     BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, TWO: tl.constexpr, EVEN: tl.constexpr,
-    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Return (acc, other), each [N, M], with the products of a step's columns added: of M rows of x and, in acc, of the
     weight rows `line` [N]; if TWO, in `other`, of those `away` after them, else it is unchanged. `lines`: the rows of
     the whole weight.
 
-    `first` [WIDTH, M] are the columns of the step's first part, and `inputs` the address of x's rows. x is read where
-    `real` [1, M], and 0 elsewhere; everywhere if `real` is None. If not EVEN, columns may lie after the last one.
-
-    WHOLE: codes are multiplied as whole numbers, and the sums of MXFP4 stay divided by `_unit`.
-
-    There may be S steps, each with sums of its own: `step` is [S, N], `line` [1, N], `first` [S, WIDTH, M], and acc and
-    `other` are [S, N, M]."""
+    `inputs` [1, M] are the addresses of x's rows, which are read where `real` [M]. If not EVEN, columns may lie after
+    the last one."""
     PARTS: tl.constexpr = 16 // BITS
-    E2M1: tl.constexpr = SCALES == "e2m1"
-    here = codes + tl.expand_dims(line + step * lines, -1) * WIDTH + tl.arange(0, WIDTH)
+    WHOLE: tl.constexpr = BITS == 4 and SCALES != "e2m1" and acc.shape[1] <= MAX_WHOLE
+    k = tl.arange(0, WIDTH)
+    here = codes + (line + step * lines)[:, None] * WIDTH + k[None, :]
     h = tl.load(here)
     h_other = h
     if TWO:
         h_other = tl.load(here + away * WIDTH)
     for part in tl.static_range(PARTS):
-        column = first + part * WIDTH
-        inside = real
+        column = (step * PARTS + part) * WIDTH + k
+        inside = real[None, :]
         if not EVEN:
-            inside = column < depth if real is None else real & (column < depth)
-        v = tl.load(inputs + column, mask=inside, other=None if inside is None else 0.0)
-        if E2M1 and WHOLE:
-            v *= _unit(v.dtype)
+            inside = inside & (column < depth)[:, None]
+        v = tl.load(inputs + column[:, None], mask=inside, other=0.0)
         if part * WIDTH % GROUP == 0 or SCALES == "halves":
             scale, shift = _load_scale(scales, step, line, lines, depth, part, BITS, GROUP, SCALES, EVEN)
             scale_other, shift_other = scale, shift
@@ -343,19 +315,16 @@ def _add_step(
                 scale_other, shift_other = _load_scale(
                     scales, step, line + away, lines, depth, part, BITS, GROUP, SCALES, EVEN
                 )
-            piece, piece_other = tl.zeros_like(acc), tl.zeros_like(acc)
-            sums = None if E2M1 else tl.zeros_like(acc)
+            piece, piece_other, sums = tl.zeros_like(acc), tl.zeros_like(acc), tl.zeros_like(acc)
         if WHOLE:
-            if not E2M1:
-                sums = tl.dot(tl.full(h.shape, 1.0, v.dtype), v, sums, input_precision="ieee")
-            piece = _add_whole(piece, h, v, part, BITS, E2M1)
+            sums = tl.dot(tl.full(h.shape, 1.0, v.dtype), v, sums, input_precision="ieee")
+            piece = tl.dot(_whole_part(h, v, part), v, piece, input_precision="ieee")
             if TWO:
-                piece_other = _add_whole(piece_other, h_other, v, part, BITS, E2M1)
+                piece_other = tl.dot(_whole_part(h_other, v, part), v, piece_other, input_precision="ieee")
             if (part + 1) * WIDTH % GROUP == 0 or part == PARTS - 1:
-                acc = _add_scaled(acc, piece, sums, scale, shift - _base(v, BITS) * scale)
+                acc = _add_scaled(acc, piece, sums, scale, shift - _base(v) * scale)
                 if TWO:
-                    gap = shift_other - _base(v, BITS) * scale_other
-                    other = _add_scaled(other, piece_other, sums, scale_other, gap)
+                    other = _add_scaled(other, piece_other, sums, scale_other, shift_other - _base(v) * scale_other)
         else:
             acc = tl.dot(_expand_part(h, scale, shift, v.dtype, part, BITS, SCALES), v, acc, input_precision="ieee")
             if TWO:
@@ -373,13 +342,12 @@ def _product(
     EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `fused_moe`'s kernel of experts. If EXPERTS is 0, this is a linear layer, each of whose rows is a
-    pair. `lines`: the weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the steps:
-    out [rows, SPLITS, size]."""
+    """Do the same as `fused_moe._experts`. If EXPERTS is 0, this is a linear layer, each of whose rows is a pair.
+    `lines`: the weight's rows. UNROLL divides the steps of a row. With SPLITS a program takes some of the steps: out
+    [rows, SPLITS, size]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    WHOLE: tl.constexpr = BITS == 4 and SCALES != "e2m1" and BLOCK_M <= MAX_WHOLE
     across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
     first = index // (SIDE * across) * SIDE
     beside = tl.minimum(tiles - first, SIDE)
@@ -405,11 +373,9 @@ def _product(
         share = tl.cdiv(turns, SPLITS)
         for turn in tl.range(split * share, tl.minimum(turns, (split + 1) * share), num_stages=STAGES):
             for j in tl.static_range(UNROLL):
-                step = turn * UNROLL + j
-                first_column = (tl.arange(0, WIDTH) + step * (16 // BITS * WIDTH))[:, None]
                 acc, other = _add_step(
-                    acc, other, codes, scales, step, line, lines, size, inputs, first_column, real[None, :], depth,
-                    BITS, GROUP, SCALES, KIND is not None, EVEN, WHOLE,
+                    acc, other, codes, scales, turn * UNROLL + j, line, lines, size, inputs, real, depth,
+                    BITS, GROUP, SCALES, KIND is not None, EVEN,
                 )  # fmt: skip
         if BIAS and split == 0:
             acc += tl.load(bias + line).to(tl.float32)[:, None]
@@ -424,92 +390,115 @@ def _product(
 
 
 @triton.jit
-def _row_sums(
-    x, codes, scales, rows, lines, away, depth,
-    STEPS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
-    TWO: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Return the products [ROWS] of a row of x and the weight rows `rows` [ROWS], and, if TWO, of those `away` after
-    them, else zeros.
-
-    STEPS steps are multiplied at a time, as a batch of STEPS // STACKED matrix products, which the warps divide. The
-    tensor cores need MMA_M weight rows. If there are fewer, a product has those of STACKED steps, one step below the
-    other. Its MMA_N columns are the row of x at these steps in turn: column c at step c % STACKED. A sum counts only if
-    its row and its column are of the same step (`matched`, in the first STACKED columns)."""
-    ROWS: tl.constexpr = rows.shape[0]
-    STACKED: tl.constexpr = max(MMA_M // ROWS, 1)
-    COLUMNS: tl.constexpr = 16 // BITS * WIDTH
-    WHOLE: tl.constexpr = SCALES != "halves"  # whose parts have two scales
-    tl.static_assert(STACKED <= MMA_N, "each stacked step needs a column")
-    line = tl.reshape(tl.broadcast_to(rows[None, :], (STACKED, ROWS)), (1, STACKED * ROWS))
-    batch, column = tl.arange(0, STEPS // STACKED)[:, None] * STACKED, tl.arange(0, MMA_N)[None, :]
-    stacked = tl.arange(0, STACKED * ROWS)[None, :] // ROWS
-    acc = tl.zeros((STEPS // STACKED, STACKED * ROWS, MMA_N), tl.float32)
-    other = tl.zeros((STEPS // STACKED, STACKED * ROWS, MMA_N), tl.float32)
-    for turn in tl.range(0, tl.cdiv(depth, STEPS * COLUMNS), num_stages=STAGES):
-        step, x_step = turn * STEPS + batch + stacked, turn * STEPS + batch + column % STACKED
-        first = tl.arange(0, WIDTH)[:, None] + x_step[:, None, :] * COLUMNS
-        if not EVEN:
-            step = tl.minimum(step, tl.cdiv(depth, COLUMNS) - 1)  # steps after the last multiply zeros of x
-        acc, other = _add_step(
-            acc, other, codes, scales, step, line, lines, away, x, first, None, depth,
-            BITS, GROUP, SCALES, TWO, EVEN, WHOLE,
-        )  # fmt: skip
-    matched = stacked[:, :, None] == column[:, None, :]
-    return _sum_steps(acc, matched, x, SCALES, ROWS), _sum_steps(other, matched, x, SCALES, ROWS)
+def _unit(SCALES: tl.constexpr):
+    """Return the number by which first x and then the sums are multiplied: 2^63 for MXFP4, which `_raw_part` returns
+    times 2^-126, else 1. With x as it is, sums would be subnormal and lose bits; with 2^63 x they do only if all of x
+    is below about 1e-17. Numbers of x from 2^65 on become infinite."""
+    unit: tl.constexpr = 9.223372036854775808e18 if SCALES == "e2m1" else 1.0
+    return unit
 
 
 @triton.jit
-def _sum_steps(acc, matched, x, SCALES: tl.constexpr, ROWS: tl.constexpr):
-    """Return the sums [ROWS] over all steps of the `matched` numbers of acc [S, STACKED * ROWS, MMA_N]."""
-    unit: tl.constexpr = _unit(x.dtype.element_ty) if SCALES == "e2m1" else 1.0
-    sums = tl.sum(tl.sum(tl.where(matched, acc * unit, 0.0), axis=2), axis=0)
-    return tl.sum(tl.reshape(sums, (acc.shape[1] // ROWS, ROWS)), axis=0)
+def _add_steps(
+    sums, x, codes, scales, step, line, lines, factor, real,
+    DEPTH: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
+    """Return `sums` [N, S, 4, WIDTH / 4] with the products of the steps `step` [1, S, 1] added: of the weight rows
+    `line` [N, S or 1, 4] and the rows of x at the addresses `x` [1, S, 1], times `factor` [1, S, 1]. A sum is over 4
+    columns of each part, whose `codes` are in one int64. If not ALL, only columns of x before DEPTH are read, and only
+    where `real` [1, S, 1]. EVEN: see `_load_scale`."""
+    PARTS: tl.constexpr = 16 // BITS
+    FOUR: tl.constexpr = x.dtype.element_ty.primitive_bitwidth == 16  # load 4 numbers of x at once
+    k = tl.arange(0, WIDTH // 4)
+    h = tl.load(codes + tl.expand_dims(line + step * lines, 3) * (WIDTH // 4) + k)
+    for part in tl.static_range(PARTS):
+        column = tl.expand_dims((step * PARTS + part) * WIDTH, 3) + 4 * k
+        inputs, inside = tl.expand_dims(x, 3) + column, None if ALL else (column < DEPTH) & tl.expand_dims(real, 3)
+        if FOUR:
+            four = tl.load(inputs.to(tl.pointer_type(tl.int64)), mask=inside, other=None if ALL else 0)
+        piece, x_sum = tl.zeros_like(sums), tl.zeros_like(column).to(tl.float32)
+        for j in tl.static_range(4):
+            if FOUR:
+                v = (four >> (16 * j)).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
+            else:
+                v = tl.load(inputs + j, mask=inside, other=None if ALL else 0.0)
+            v = v.to(tl.float32) * tl.expand_dims(factor, 3)
+            piece += _raw_part((h >> (16 * j)).to(tl.int32), part, BITS, SCALES) * v
+            x_sum += v
+        scale, shift = _load_scale(scales, step, line, lines, DEPTH, part, BITS, GROUP, SCALES, EVEN, WIDTH // 4)
+        if SCALES != "halves":
+            scale, shift = tl.expand_dims(scale, 3), tl.expand_dims(shift, 3)
+        if SCALES == "e2m1":
+            sums += piece * (scale * _unit(SCALES))
+        else:
+            sums += piece * scale + x_sum * (shift - _raw_base(BITS) * scale)
+    return sums
 
 
 @fast_launch
 @triton.jit(do_not_specialize_on_alignment=["chosen"])
-def _one_row(
-    x, codes, scales, bias, shares, out, chosen, size, lines, depth,
-    EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
-    DIVIDED: tl.constexpr, PDL: tl.constexpr,
+def _low_bit_token(
+    x, codes, scales, bias, shares, out, chosen, size, lines,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP: tl.constexpr, BLOCK_N: tl.constexpr, TOGETHER: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Do the same as `fused_moe`'s kernel of one token, for BLOCK_N columns of `out` a program. If EXPERTS is 0, this
-    is a linear layer, and TOP is 1. `lines`: the weight's rows. STEPS: see `_row_sums`."""
+    """Do the same as `fused_moe._one_token`, for BLOCK_N rows of the weight a program, gate's and up's together.
+    `lines`: the rows of the whole weight, of STEPS steps each. If not EVEN, the last step of a row, or the last turn of
+    the loop, is not full.
+
+    One loop runs over the steps of all pairs, TOGETHER at a time. Its tensors are [BLOCK_N / 4, TOGETHER, 4,
+    WIDTH / 4]: a warp has 4 rows of the weight at a time, and the warps have different steps, so that a thread loads
+    numbers of x once for several rows. `codes` are int64, each with those of 4 columns."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    TWO: tl.constexpr = KIND is not None
-    across, index = tl.cdiv(size, BLOCK_N), tl.program_id(0)
-    n = index % across * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows, total = tl.minimum(n, size - 1).to(tl.int64), tl.zeros((BLOCK_N,), tl.float32)
-    for rank in tl.range(0, 1 if TWO else TOP, flatten=True):  # flat: loads of an expert begin in the one before
-        pair, expert = index // across + rank, 0  # without a KIND the index is less than `across`
-        if EXPERTS > 0:
-            expert = tl.load(chosen + pair)
-        if not DIVIDED or expert >= 0:
-            line, source = rows, x
-            if EXPERTS > 0:
-                line += expert * (2 * size if TWO else size)
-            if not TWO:
-                source += pair * depth
-            acc, other = _row_sums(
-                source, codes, scales, line, lines, size, depth, STEPS, BITS, GROUP, SCALES, EVEN, TWO, STAGES
-            )
-            if bias is not None:
-                acc += tl.load(bias + line).to(tl.float32)
-                if TWO:
-                    other += tl.load(bias + line + size).to(tl.float32)
-            if TWO:
-                acc = activate_gated(acc, other, KIND)
-            elif EXPERTS > 0:
-                acc *= tl.load(shares + pair)
-            total += acc
-    place = out + n
-    if TWO:
-        place += index // across * size
-    tl.store(place, total.to(out.dtype.element_ty), mask=n < size)
+    PAIRS: tl.constexpr = TOP if KIND is None else 1
+    WEIGHTS: tl.constexpr = 1 if KIND is None else 2  # gate and up
+    COLUMNS: tl.constexpr = BLOCK_N // WEIGHTS  # of `out`
+    across, index = tl.cdiv(size, COLUMNS), tl.program_id(0)
+    first_pair, first = index // across, index % across * COLUMNS  # without a KIND the first pair is 0
+    # Not loaded in the loop, where the weight's loads would wait for them.
+    experts = (tl.load(chosen + first_pair).to(tl.int32),)
+    factors = (tl.load(shares) if KIND is None else 1.0,)
+    for i in tl.static_range(1, PAIRS):
+        experts += (tl.load(chosen + i).to(tl.int32),)
+        factors += (tl.load(shares + i),)
+    own, turns = experts[0], tl.cdiv(PAIRS * STEPS, TOGETHER)
+    if DIVIDED:
+        for i in tl.static_range(1, PAIRS):
+            own = tl.maximum(own, experts[i])
+        turns = tl.where(own >= 0, turns, 0)
+    if not DIVIDED or KIND is None or own >= 0:
+        row = tl.arange(0, BLOCK_N // 4)[:, None, None] * 4 + tl.arange(0, 4)[None, None, :]
+        row = tl.minimum(first + row % COLUMNS, size - 1) + row // COLUMNS * size
+        sums = tl.zeros((BLOCK_N // 4, TOGETHER, 4, WIDTH // 4), tl.float32)
+        for turn in tl.range(0, turns, num_stages=STAGES):
+            step = turn * TOGETHER + tl.arange(0, TOGETHER)[None, :, None]
+            pair, expert, factor = step // STEPS, experts[0], factors[0]
+            for i in tl.static_range(1, PAIRS):
+                expert, factor = tl.where(pair == i, experts[i], expert), tl.where(pair == i, factors[i], factor)
+            real = pair < PAIRS
+            if DIVIDED:  # steps of other ranks' pairs load what another pair loads anyway
+                real, expert = real & (expert >= 0), tl.where(expert >= 0, expert, own)
+            step -= pair * STEPS
+            factor = tl.zeros_like(step).to(tl.float32) + factor * _unit(SCALES)
+            sums = _add_steps(
+                sums, x + pair * DEPTH, codes, scales, step, expert * (size * WEIGHTS) + row, lines, factor, real,
+                DEPTH, BITS, GROUP, SCALES, EVEN, EVEN and not DIVIDED,
+            )  # fmt: skip
+        total = tl.reshape(tl.sum(tl.sum(sums, axis=3), axis=1), (BLOCK_N,))
+        n = first + tl.arange(0, BLOCK_N) % COLUMNS
+        if bias is not None:
+            rows = tl.minimum(n, size - 1) + tl.arange(0, BLOCK_N) // COLUMNS * size
+            for i in tl.static_range(PAIRS):
+                if not DIVIDED or experts[i] >= 0:
+                    total += tl.load(bias + experts[i] * (size * WEIGHTS) + rows).to(tl.float32) * factors[i]
+        if KIND is not None:
+            gate, up = tl.split(tl.trans(tl.reshape(total, (2, COLUMNS))))
+            total, n = activate_gated(gate, up, KIND), first + tl.arange(0, COLUMNS)
+        tl.store(out + first_pair * size + n, total.to(out.dtype.element_ty), mask=n < size)
 
 
 @fast_launch
@@ -573,8 +562,6 @@ def low_bit_linear(
     if not rows:
         return x.new_empty(0, size)
     tile = tile or choose_tile(rows, x, weight, kind is not None, deterministic)
-    if tile.rows == 0:
-        return launch_one_row(x, weight, bias, x.new_empty(1, size), None, tile, kind, pdl)
     programs = SPLIT_PROGRAMS * 16 // max(tile.rows, 16)
     splits = min(MAX_SPLITS, power_of_2(cdiv(programs, cdiv(size, tile.columns))))
     splits = splits if kind is None and not deterministic else 1
@@ -617,14 +604,14 @@ def low_bit_moe(
     pairs, inner = tokens * top, down.columns
     between = x.new_empty(pairs, inner)
     if tokens == 1 and not deterministic:
-        first, second = choose_tile(1, x, gate_up, True, False), choose_tile(1, x, down, False, False)
-        launch_one_row(x, gate_up, biases[0], between, routing, first, ACTIVATIONS[activation], pdl, experts)
-        return launch_one_row(between, down, biases[1], x.new_empty(1, hidden), routing, second, None, pdl, experts)
+        first, second = choose_tile(0, x, gate_up, True, False), choose_tile(0, x, down, False, False)
+        launch_one_token(x, gate_up, biases[0], between, routing, first, ACTIVATIONS[activation], pdl)
+        return launch_one_token(between, down, biases[1], x.new_empty(1, hidden), routing, second, None, pdl)
     assert routing.counts is not None, "several tokens need lists"
     parts = x.new_empty(pairs, hidden, dtype=torch.float32)
     products = ((x, gate_up, between, ACTIVATIONS[activation]), (between, down, parts, None))
     for (source, weight, target, kind), bias in zip(products if pairs else (), biases):
-        mean = max(cdiv(int(pairs * routing.share), experts), 2)
+        mean = max(cdiv(int(pairs * routing.share), experts), 1)
         tile = choose_tile(mean, x, weight, kind is not None, deterministic)
         launch(source, weight, bias, target, routing, tokens, tile, kind, pdl, experts=experts)
     return sum_experts(parts, top, x.dtype, pdl, routing.own_ids)
@@ -634,7 +621,8 @@ def launch(
     x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing | None, tokens: int,
     tile: Tile, kind: str | None, pdl: bool, splits: int = 1, experts: int = 0,
 ) -> None:  # fmt: skip
-    """Launch `_product` for the experts of `routing` or, without it, for a linear layer."""
+    """Launch `_product` for the `experts` of `routing` or, without it, for a linear layer, whose columns are split
+    `splits` ways."""
     top, shares, counts, pairs = 1, out, out, out  # the kernel of a linear layer reads none of these tensors
     if routing is not None:
         top, shares, counts, pairs = routing.expert_ids.shape[1], routing.weights, routing.counts, routing.pairs
@@ -654,32 +642,33 @@ def launch(
     )  # fmt: skip
 
 
-def launch_one_row(
-    x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing | None, tile: Tile,
-    kind: str | None, pdl: bool, experts: int = 0,
+def launch_one_token(
+    x: Tensor, weight: LowBitMatrix, bias: Tensor | None, out: Tensor, routing: Routing, tile: Tile, kind: str | None,
+    pdl: bool,
 ) -> Tensor:  # fmt: skip
-    """Launch `_one_row` for the experts of a single token or, without `routing`, for a linear layer. Return `out`: of
-    experts with a `kind` it is [top, size], else [1, size]. `experts`: how many `weight` has, 0 of a linear layer."""
-    top, shares, chosen, divided = 1, out, out, False  # the kernel of a linear layer reads none of these tensors
-    if routing is not None:
-        top, shares, chosen = routing.expert_ids.shape[1], routing.weights, routing.expert_ids
-        divided = routing.share < 1
-    size, columns = out.shape[1], 16 // weight.bits * GPU_WIDTH
-    steps = max(tile.depth // columns, 1)
+    """Launch `_low_bit_token`. Return `out`: with an activation `kind` x is [1, columns] and out [top, size], without
+    x is [top, columns] and out [1, size]."""
+    top, size = routing.expert_ids.shape[1], out.shape[1]
+    steps, columns = len(weight.codes), 16 // weight.bits * GPU_WIDTH  # of a step
+    together = max(tile.depth // columns, 1)
+    even = weight.columns % columns == 0 and steps * (top if kind is None else 1) % together == 0
+    assert x.data_ptr() % 8 == 0, "4 numbers of x are loaded at once"
+    assert weight.codes.numel() < 1 << 33, "int32 offsets reach 2^31 groups of 4 codes"
     options: dict[str, Any] = {"num_warps": tile.warps, "launch_pdl": pdl}
-    _one_row[(len(out) * cdiv(size, tile.columns),)](
-        x, weight.codes, weight.scales, bias, shares, out, chosen, size, weight.rows, weight.columns,
-        EXPERTS=experts, TOP=top, BLOCK_N=tile.columns, STEPS=steps, BITS=weight.bits, GROUP=weight.group,
-        SCALES=weight.kind, EVEN=weight.columns % (steps * columns) == 0, STAGES=tile.stages, KIND=kind,
-        DIVIDED=divided, PDL=pdl, **options,
+    _low_bit_token[(len(out) * cdiv(size, tile.columns),)](
+        x, weight.codes.view(torch.int64), weight.scales, bias, routing.weights, out, routing.expert_ids, size,
+        weight.rows, DEPTH=weight.columns, STEPS=steps, TOP=top, BLOCK_N=tile.columns * (1 if kind is None else 2),
+        TOGETHER=together, BITS=weight.bits, GROUP=weight.group, SCALES=weight.kind, EVEN=even, STAGES=tile.stages,
+        KIND=kind, DIVIDED=routing.share < 1, PDL=pdl, **options,
     )  # fmt: skip
     return out
 
 
 def choose_tile(rows: int, x: Tensor, weight: LowBitMatrix, gated: bool, deterministic: bool) -> Tile:
-    """Return the tile for `rows` rows of x or, of experts, for their mean number of pairs. It has as many stages as fit
-    in shared memory. A tile of 0 rows is for `_one_row`."""
-    tile = ONE_TILE if deterministic else card_tile(x.device, f"low_bit/half/{'gated' if gated else 'plain'}", rows)
-    column_bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, MMA_N.value) * 8 * x.element_size()
+    """Return the tile for `rows` rows of x or, of experts, for `rows` pairs on average; 0: for `_low_bit_token`. It has
+    as many stages as fit in shared memory, at most the card's."""
+    entry = f"low_bit/{'half' if rows else 'one_token'}/{'gated' if gated else 'plain'}"
+    tile = ONE_TILE if deterministic else card_tile(x.device, entry, rows)
+    column_bits = (1 + gated) * tile.columns * weight.bits + max(tile.rows, 1) * 8 * x.element_size()
     stage_bytes = column_bits * tile.depth // 8
     return tile._replace(stages=max(1, min(tile.stages, shared_memory(x.device) // stage_bytes)))

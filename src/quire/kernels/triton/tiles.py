@@ -8,8 +8,8 @@ card, in the folder `cards`. A card without one uses the table of the nearest.
   "tall", the head "vocabulary". Narrow tiles occupy every multiprocessor, wide ones read x less often. Formats: "half";
   "fp8", for one row; "rounded", FP8 weights and rows that are rounded to FP8 too.
 - experts, by the mean pairs of an expert; low_bit, by the rows of x or these pairs. "gated" has two weights, gate and
-  up, "plain" one. "one_token/narrow" is for the experts of a single token, by the weight's columns; in few bits such a
-  token is 1 row.
+  up, "plain" one. "one_token" is for the experts of a single token; "narrow" for weights of few columns, by the number
+  of columns.
 - decode, by the programs of a multiprocessor: attention with heads of up to the size that is the shape.
 
 Tiles on which the bits of results depend are not here. They are in the kernels' modules and the same on every card:
@@ -40,7 +40,8 @@ ENTRIES: dict[str, tuple[int, ...]] = {
     **{f"linear/rounded/{shape}": (16, 32, 64) for shape in _SHAPES},
     **{f"experts/half/{shape}": (8, 16, 32, 128, MORE) for shape in ("gated", "plain")},
     "experts/one_token/narrow": (2048, MORE),
-    **{f"low_bit/half/{shape}": (1, 8, 16, 32, 64, MORE) for shape in ("gated", "plain")},
+    **{f"low_bit/half/{shape}": (8, 16, 32, 64, MORE) for shape in ("gated", "plain")},
+    **{f"low_bit/one_token/{shape}": (MORE,) for shape in ("gated", "plain")},
     "decode/half/64": (2, MORE), "decode/half/128": (2, 9, MORE), "decode/half/256": (MORE,),
 }  # fmt: skip
 """The entries of every table: name without `most` -> the values of `most`. A warm-up runs these numbers."""
@@ -48,7 +49,8 @@ ENTRIES: dict[str, tuple[int, ...]] = {
 
 class Tile(NamedTuple):
     """The tile of one program, and its launch options. A size that the kernel has no choice of is 0: `rows` of one row,
-    which has kernels of its own; `rows` and `depth` of attention, which are the queries and the size of a head."""
+    which is computed without tensor cores; `rows` and `depth` of attention, which are the queries and the size of a
+    head."""
 
     rows: int  # of x, or pairs of an expert
     columns: int  # of the result: rows of the weight, or tokens
