@@ -17,7 +17,7 @@ from quire.bench.document import short, table
 from quire.bench.machine import seconds_alive
 from quire.cli.flags import config_from
 from quire.protocol.sampling_params import SamplingParams
-from quire.startup.early import start_gpu_work
+from quire.startup.loader import start_gpu_work
 
 PROMPT = 128
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one result: seconds since the process started."""
     config = config_from(args)
     start_gpu_work(config)
-    from quire.bench.shapes import built
+    from quire.bench.shapes import built  # and torch
 
     kernels, phases = _cached_kernels(), Phases()
     with built(config) as made:

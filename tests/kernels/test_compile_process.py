@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels.triton import compile_process
-from quire.startup import build, early
+from quire.startup import build, loader
 
 
 def test_compiled_there_and_found_here(tmp_path: Path) -> None:
@@ -55,15 +56,21 @@ def test_lines_that_are_no_answer_are_skipped(compiler: compile_process.KernelCo
     assert compiler._process is not None, "it still answers"
 
 
+@pytest.mark.parametrize("is_full", [False, True])
 def test_a_process_that_stands_still_is_ended(
-    compiler: compile_process.KernelCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: compile_process.KernelCompiler, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
-    """Also if nothing more can be written to it."""
+    """Also if nothing more can be sent to it."""
     monkeypatch.setattr(compile_process, "ANSWER_SECONDS", 0.5)
     process = compiler._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
-    assert not compiler.request("os", "system", "x" * 300_000, [])
+    if is_full:
+        compiler._requests.settimeout(0.1)
+        with suppress(TimeoutError):
+            while True:
+                compiler._requests.send(b"x" * 100_000)
+    assert not compiler.request("os", "system", "", [])
     assert process.wait(10) == -signal.SIGKILL
 
 
@@ -72,8 +79,7 @@ import os, sys, time
 from pathlib import Path
 from quire.kernels.triton import compile_process
 
-def compile(folder, name, *_):
-    os.read(0, 1)  # nothing of the server's input
+def compile(folder, name):
     if name == "lost":
         os._exit(9)
     if name == "failing":
@@ -83,51 +89,54 @@ def compile(folder, name, *_):
 
 compile_process._compile = compile
 compile_process._build_launcher = lambda types: compile(*types)
-compile_process.Server(2, compile_process.STDOUT).run()
+compile_process.serve(2, compile_process.STDIN, compile_process.STDOUT)
 """
 
 
 def test_a_process_compiles_one_kernel_after_another(tmp_path: Path) -> None:
-    """Also after one that fails; a process that is lost is replaced; and all end with the server."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as server:  # fmt: skip
-        assert server.stdin is not None
+    """Also after one that fails. All end if one is lost."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with (
+        ours,
+        subprocess.Popen([sys.executable, "-c", SERVER], stdin=theirs.fileno(), stdout=subprocess.PIPE) as server,
+    ):
+        theirs.close()
         assert server.stdout is not None
 
-        def answers(*names: str, launcher: str = "") -> dict[int, int]:
-            assert server.stdin is not None
+        def answers(*names: str) -> dict[int, int]:
             assert server.stdout is not None
-            types = [str(tmp_path), launcher] * bool(launcher)
             for number, name in enumerate(names, 1):
-                server.stdin.write(json.dumps([number, types, str(tmp_path), name]).encode() + b"\n")
+                ours.send(json.dumps([number, str(tmp_path), name]).encode())
             return dict(sorted(tuple(map(int, server.stdout.readline().split())) for _ in names))  # type: ignore[misc]
 
-        def pids() -> dict[str, str]:
-            return {file.name: file.read_text() for file in tmp_path.iterdir()}
+        ours.send(json.dumps([0, [str(tmp_path), "launcher"]]).encode())
+        assert answers("one", "failing", "two", "three") == {1: 1, 2: 0, 3: 1, 4: 1}, "none for a launcher"
+        assert answers("slow 1", "slow 2", "four") == {1: 1, 2: 1, 3: 1}
+        pids = {file.name: file.read_text() for file in tmp_path.iterdir()}
+        assert len(pids) == 7
+        assert len(set(pids.values())) == 2
+        ours.send(json.dumps([1, str(tmp_path), "lost"]).encode())
+        assert server.stdout.read() == b"", "closed by all"
+        assert server.wait(10) == 0
 
-        assert answers("one") == {1: 1}
-        assert answers("failing") == {1: 0}
-        assert answers("two") == {1: 1}
-        assert len(set(pids().values())) == 1
-        assert answers("slow 1", "slow 2", "slow 3", "long") == dict.fromkeys(range(1, 5), 1)
-        assert len(set(pids().values())) == 2, "at most two"
-        before = set(pids().values())
-        assert answers("lost", "lost", "lost", "slow 4", "slow 5") == {1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
-        assert {pids()["slow 4"], pids()["slow 5"]}.isdisjoint(before), "others took the place of two"
-        assert answers("slow 6", "slow 7", launcher="launcher") == {1: 1, 2: 1}
-        assert "launcher" in pids()
-        (tmp_path / "launcher").unlink()
-        assert answers("three", launcher="launcher") == {1: 1}
-        assert "launcher" not in pids(), "it is built once"
-        left = {pid for pid in pids().values() if Path(f"/proc/{pid}").exists()}
-        assert len(left) == 2
-        server.kill()
-    for _ in range(100):
-        if not any(Path(f"/proc/{pid}").exists() for pid in left):
-            return
-        time.sleep(0.1)
-    raise AssertionError("a process outlived the server")
+
+def test_a_launcher_is_requested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first kernel that needs it."""
+    sent: list[Any] = []
+    compiler: Any = compile_process.KernelCompiler(1)
+
+    def send(request: bytes) -> None:
+        number, *arguments = json.loads(request)
+        sent.append((number, arguments[0]))
+        if number:
+            compiler._waiting.pop(number).set_result(True)
+
+    monkeypatch.setattr(compiler, "_requests", SimpleNamespace(send=send, close=compiler._requests.close))
+    for types in (["i32"], ["i32"], [], ["i32", "*fp16"]):
+        assert compiler.request("module", "kernel", "", [], types)
+    compiler.close()
+    assert sent == [(0, ["i32"]), (1, "module"), (2, "module"), (3, "module"), (0, ["i32", "*fp16"]), (4, "module")]
+    assert not compiler.request("module", "kernel", "", [])
 
 
 class StandIn:
@@ -146,7 +155,7 @@ class StandIn:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """What is started on a machine with a GPU and 40 cores."""
-    monkeypatch.setattr(early, "GPU_DEVICE_FILES", (__file__,))
+    monkeypatch.setattr(loader, "GPU_DEVICE_FILES", (__file__,))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(40)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(compile_process, "KernelCompiler", StandIn)
@@ -156,16 +165,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
 
 def test_how_many_are_compiled_at_once(made: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks in (1, 4, 13, 14):
-        early.start_kernel_compiler(EngineConfig(), ranks)
+        loader.start_kernel_compiler(EngineConfig(), ranks)
         compile_process.stop_compiler()
-    early.start_kernel_compiler(EngineConfig(device="cpu"))
-    early.start_kernel_compiler(EngineConfig(warm_up=False))
+    loader.start_kernel_compiler(EngineConfig(device="cpu"))
+    loader.start_kernel_compiler(EngineConfig(warm_up=False))
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        early.start_kernel_compiler(EngineConfig())
+        loader.start_kernel_compiler(EngineConfig())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(early, "GPU_DEVICE_FILES", ())
-    early.start_kernel_compiler(EngineConfig())
+    monkeypatch.setattr(loader, "GPU_DEVICE_FILES", ())
+    loader.start_kernel_compiler(EngineConfig())
     assert [one.processes for one in made] == [16, 10, 3], "with fewer cores none is started"
 
 

@@ -54,7 +54,7 @@ def test_one_tensor_at_a_time_has_the_block_and_gives_it_back() -> None:
     view.fill_(7)
     del view
     gc.collect()
-    again = block.take(1000)
+    again = block.take(513)
     assert again is not None
     assert again.data_ptr() == address
     block.free()
@@ -65,10 +65,11 @@ def test_one_tensor_at_a_time_has_the_block_and_gives_it_back() -> None:
     assert not driver.blocks
 
 
-@pytest.mark.parametrize("wanted", [1001, 499])
-def test_a_block_of_an_unfit_size_is_freed(wanted: int) -> None:
+@pytest.mark.parametrize(("size", "wanted"), [(1000, 1001), (1000, 512), (1025, 1024), (1000, 0)])
+def test_a_block_of_an_unfit_size_is_freed(size: int, wanted: int) -> None:
+    """Too small, or larger than the power of two that torch would allocate."""
     driver = Driver()
-    block = allocated(driver, 1000)
+    block = allocated(driver, size)
     assert block.take(wanted) is None
     assert not driver.blocks
     assert block.take(1000) is None

@@ -1,7 +1,7 @@
 """`quire bench NAME`: measurements of this engine, or of a server, on workloads that any engine can run.
 
 A measurement is one entry of ENTRIES. A checkout has further ones, of parts of the engine, in its folder bench/. The
-engine itself loads nothing of this. Modules of measurements are imported late, while a thread imports torch.
+engine itself loads nothing of this.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.bench import arrivals, runs, traces
 from quire.bench.arguments import add_numbers
 from quire.bench.document import check_writable, document, grouped_table, write
+from quire.bench.drive import Load
+from quire.bench.fleet import EACH
+from quire.bench.workloads import EXPECTED
 from quire.cli.checkout import import_from_checkout
 from quire.cli.flags import add_engine_flags
 from quire.cli.parser import Parser
 from quire.errors import StartupError
-from quire.startup.torch_import import start_torch_import
 
 MINUTES = "minutes"
 Run = Callable[[argparse.Namespace], list[dict[str, Any]]]
@@ -61,11 +64,7 @@ def main(args: list[str]) -> int:
         further = "; a checkout of the repository has further ones" if groups is GROUPS else ""
         remedy = f"Known: {', '.join(entries)}{further}"
         raise StartupError(f"there is no benchmark named {args[0][:40]!r}", remedy)
-    chosen = args[0] if args else ""
-    has_engine = chosen in entries and entries[chosen].engine_flags
-    if has_engine and not any(one in ("-h", "--help") or one.startswith("--url") for one in args):
-        start_torch_import()  # the engine is in this process
-    given = _parser(groups, chosen).parse_args(args)
+    given = _parser(groups, args[0] if args else "").parse_args(args)
     given.arguments = args
     if given.entry in (None, "list"):
         print(_listing(groups))
@@ -117,8 +116,6 @@ def _parser(groups: Mapping[str, Mapping[str, Entry]], chosen: str) -> Parser:
 
 def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
     def add(parser: argparse.ArgumentParser) -> None:
-        from quire.bench.workloads import EXPECTED
-
         group = add_numbers(
             parser, "measurement", repeat=(3, "measured runs"), warmup=(1, "warm-up runs"),
             n=(1, "sequences of each request"), best_of=(None, "sequences from which the n best are selected"),
@@ -138,9 +135,6 @@ def _workload_flags(default: str) -> Callable[[argparse.ArgumentParser], None]:
 
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
-    from quire.bench import arrivals
-    from quire.bench.fleet import EACH
-
     _workload_flags("sharegpt@64")(parser)
     group = add_numbers(
         parser, "service",
@@ -166,30 +160,14 @@ def _traced(run: Run) -> Run:
     """Return a `run` that measures the traces of --trace along with the workloads."""
 
     def with_traces(args: argparse.Namespace) -> list[dict[str, Any]]:
-        from quire.bench import traces
-
         args.workload = [*(args.workload or []), *traces.given(args)]
         return run(args)
 
     return with_traces
 
 
-def _run_of(name: str) -> Run:
-    """Return the function `name` of quire.bench.runs, which is imported when it is called."""
-    return lambda args: getattr(import_module("quire.bench.runs"), name)(args)
-
-
-def _show(results: Sequence[dict[str, Any]]) -> str:
-    from quire.bench import runs
-
-    return runs.show(results)
-
-
 def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run `serve`. Arrivals are given by --arrivals or --rate, else by a trace's own times, else by --concurrency."""
-    from quire.bench import arrivals, runs
-    from quire.bench.drive import Load
-
     if args.arrivals is not None:
         if args.rate is not None:
             raise StartupError("--arrivals and --rate are both given", "One says all: --rate X is poisson:X")
@@ -205,11 +183,11 @@ def _serve(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 GROUPS: dict[str, dict[str, Entry]] = {
     "Serve requests": {
-        "throughput": Entry("all requests at once", _traced(_run_of("throughput")), _show,
+        "throughput": Entry("all requests at once", _traced(runs.throughput), runs.show,
                             _workload_flags("sharegpt@64"), engine_flags=True),
-        "latency": Entry("one request at a time", _traced(_run_of("latency")), _show,
+        "latency": Entry("one request at a time", _traced(runs.latency), runs.show,
                          _workload_flags("fixed:128:128@4"), engine_flags=True),
-        "serve": Entry("requests that arrive over time, at a local engine or a server", _traced(_serve), _show,
+        "serve": Entry("requests that arrive over time, at a local engine or a server", _traced(_serve), runs.show,
                        _serve_flags, engine_flags=True, takes=MINUTES),
     },
     "Compare parts": {

@@ -16,26 +16,17 @@ from importlib import import_module
 from typing import NoReturn
 
 from quire.cli.checkout import import_from_checkout
-from quire.cli.flags import (
-    add_batch_flags,
-    add_deploy_flags,
-    add_engine_flags,
-    add_sampling_flags,
-    add_serve_flags,
-    config_from,
-)
+from quire.cli.flags import add_batch_flags, add_deploy_flags, add_engine_flags, add_sampling_flags, add_serve_flags
 from quire.cli.parser import USAGE_ERROR, Parser, fail
 from quire.cli.vllm_flags import no_effect_notices, unsupported_reason
 from quire.errors import QuireError, StartupError
-from quire.startup.early import start_gpu_work
-from quire.startup.torch_import import start_torch_import
 
 INTERRUPTED = 130
+IN_PROCESS_COMMANDS = ("generate", "chat", "run-batch")
+"""Commands whose engine is in this process."""
 CONFIG_HELP = "a YAML file of settings: names of flags without dashes; the command line overrides them"
 # Similarity of an unknown flag to a known one, above which that is suggested, or taken for what was meant.
 SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9
-IN_PROCESS_COMMANDS = ("generate", "chat", "run-batch")
-"""Commands whose engine is in this process."""
 MEASURING_COMMANDS = {"bench": "quire.bench", "simulate": "quire.bench.simulate"}
 """Commands that parse their own arguments, and their modules, which are imported late: they import quire.cli.flags."""
 COMMANDS = {
@@ -201,7 +192,9 @@ def _run(args: argparse.Namespace) -> int:
     for line in no_effect_notices(args):
         print(line, file=sys.stderr)
     if args.command in IN_PROCESS_COMMANDS:
-        start_torch_import()
+        from quire.cli.flags import config_from
+        from quire.startup.loader import start_gpu_work
+
         start_gpu_work(config_from(args))
     name = args.command.replace("-", "_")
     run: Callable[[argparse.Namespace], int] = getattr(import_module(f"quire.cli.{name}"), name)

@@ -1,5 +1,5 @@
-"""Pinned memory for host pages. The driver takes 0.4 s for a GiB (H200), so a thread can allocate it while torch is
-imported. Does not import torch at the top.
+"""Pinned memory for host pages, which a thread allocates while torch is imported: the driver takes 0.4 s for a GiB
+(H200). Does not import torch at the top.
 """
 
 from __future__ import annotations
@@ -19,49 +19,47 @@ class PinnedBlock:
     """A block of pinned memory, which one tensor uses at a time. Thread-safe."""
 
     def __init__(self) -> None:
-        self.lock = RLock()  # a tensor may be freed by a garbage collection within
+        self.lock = RLock()  # a garbage collection in a method may free the tensor
         self.thread: Thread | None = None
-        self.driver: Any = None  # CUDA's, if the block was allocated
-        self.is_needed = True
+        self.driver: Any = None
+        self.is_needed = False
         self.address, self.num_bytes = 0, 0  # of the block while no tensor uses it
 
     def allocate_in_thread(self, open_driver: Callable[[], Any], num_bytes: int) -> None:
         """Start a thread that calls `open_driver`, for CUDA's driver with a current context or None, and allocates the
         block, if it is of more than 0 bytes. The thread does not hold the interpreter's lock. If it fails there is no
         block. A second call has no effect."""
-        if self.thread is not None:
-            return
-        arguments = (open_driver, num_bytes)
-        self.thread = Thread(target=self._allocate, args=arguments, name="quire-gpu", daemon=True)
-        self.thread.start()
+        if self.thread is None:
+            self.is_needed, arguments = True, (open_driver, num_bytes)
+            self.thread = Thread(target=self._allocate, args=arguments, name="quire-gpu", daemon=True)
+            self.thread.start()
 
     def _allocate(self, open_driver: Callable[[], Any], num_bytes: int) -> None:
-        driver, address = open_driver(), ctypes.c_void_p()
-        if driver is None or not num_bytes or not self.is_needed:
+        self.driver, address = open_driver(), ctypes.c_void_p()
+        if self.driver is None or not num_bytes or not self.is_needed:
             return
-        if driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0) == 0 and address.value:
-            with self.lock:
-                self.driver, self.address, self.num_bytes = driver, address.value, num_bytes
-                if not self.is_needed:
-                    self.free()
+        if self.driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0) == 0:
+            self._put_back(address.value or 0, num_bytes)
+            if not self.is_needed:
+                self.free()
 
     def take(self, num_bytes: int) -> Tensor | None:
         """Wait for the thread, and return the block's first bytes as a uint8 tensor; once the tensor is freed they can
-        be taken again. Return None if there is no unused block. A block of too few bytes, or more than twice as many,
-        is freed."""
+        be taken again. Return None if there is no unused block. A block of too few bytes, or of more than torch would
+        allocate, which are the next power of two, is freed."""
         import torch
 
         if self.thread is not None:
             self.thread.join()
         with self.lock:
-            if not num_bytes <= self.num_bytes <= 2 * num_bytes:
+            if not num_bytes <= self.num_bytes <= 1 << (num_bytes - 1).bit_length():
                 self.free()
             if not self.address:
                 return None
             array = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
             weakref.finalize(array, self._put_back, self.address, self.num_bytes).atexit = False
             self.address, self.num_bytes = 0, 0
-            return torch.frombuffer(array, dtype=torch.uint8, count=num_bytes)
+        return torch.frombuffer(array, dtype=torch.uint8, count=num_bytes)
 
     def _put_back(self, address: int, num_bytes: int) -> None:
         with self.lock:

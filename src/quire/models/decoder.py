@@ -134,28 +134,29 @@ class Attention(nn.Module):
 
 
 @contextmanager
-def one_layer_of_each_kind(model: Any, only_if_plain: bool = False) -> Iterator[None]:
+def one_layer_of_each_kind(model: Any) -> Iterator[None]:
     """Return a context in which `model` has only one layer of each kind, and its last one: enough to load the kernels
     of a step. Layers of a kind, with weights of equal shapes and dtypes, after layers of one kind, launch the same
-    kernels. All layers stay if the model is no Decoder, if other ranks must run the same, or with `only_if_plain` if
-    weights are in few bits, whose formats may differ."""
-    if not isinstance(model, Decoder) or model.exchange is not None:
+    kernels. All layers stay if the model is no Decoder, if other ranks must run the same, or if weights are in few
+    bits, whose formats may differ."""
+    if not isinstance(model, Decoder) or model.exchange is not None or any(map(_is_low_bit, model.modules())):
         yield
         return
     layers, kinds = model.layers, model.config.layers
     assert len(layers) == len(kinds), "layers are left out already, and a graph would be captured without them"
-    first: dict[Any, int] = {}
-    for number, layer in enumerate(layers[:-1]):
+    first: dict[Any, nn.Module] = {}
+    for before, kind, layer in zip((None, *kinds), kinds, layers[:-1]):
         tensors = chain(layer.named_parameters(), layer.named_buffers())
-        weights = tuple((name, x.shape, x.dtype) for name, x in tensors)
-        is_plain = all(dtype.is_floating_point and dtype.itemsize > 1 for _, _, dtype in weights)
-        before = kinds[number - 1] if number else None
-        first.setdefault((before, kinds[number], weights, None if is_plain or not only_if_plain else number), number)
-    model.layers = module_list([*(layers[number] for number in first.values()), layers[-1]])
+        first.setdefault((before, kind, *((name, x.shape, x.dtype) for name, x in tensors)), layer)
+    model.layers = module_list([*first.values(), layers[-1]])
     try:
         yield
     finally:
         model.layers = layers
+
+
+def _is_low_bit(module: nn.Module) -> bool:
+    return isinstance(module, Linear) and module.low_bit_device.type == "cuda"
 
 
 def attention_sinks(model: nn.Module) -> dict[int, Tensor]:

@@ -29,8 +29,6 @@ from quire.files import MAX_BYTES_BY_FILE, read_json_object
 from quire.ipc.garbage_collection import gc_paused
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
-from quire.kernels.pinned_memory import pinned_block
-from quire.kernels.triton.compile_process import stop_compiler
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.memory.virtual.virtual_memory import virtual_capacity_tokens
@@ -57,8 +55,7 @@ from quire.startup.dtypes import (
     quantization_savings,
     with_resolved_attention,
 )
-from quire.startup.early import import_triton, start_gpu_work
-from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec
+from quire.startup.loader import build_runner, choose_attention, end_gpu_work, sharded_stage_spec, start_gpu_work
 from quire.startup.memory_plan import (
     GIB,
     DraftSizes,
@@ -167,7 +164,6 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         ranks = start_ranks(config, checkpoint)
         start_gpu_work(config)
         preallocate_weights(config, checkpoint)
-        import_triton()
         import_module("torch")
         log.debug("torch is imported")
         tokenizer, chat_template = read_tokenizer_and_template(config, checkpoint, renderer)
@@ -193,8 +189,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         raise
     finally:
         weight_arena().finish_block()  # after a failed start, too
-        pinned_block().free()  # if nothing uses it
-        stop_compiler()
+        end_gpu_work()
 
 
 def start_ranks(config: EngineConfig, checkpoint: Checkpoint) -> RemoteRunner | None:

@@ -1,5 +1,4 @@
-"""The program of an engine's process: build a model's engine, and serve its clients. Most modules are imported late,
-while a thread imports torch."""
+"""The program of an engine's process: build a model's engine, and serve its clients."""
 
 from __future__ import annotations
 
@@ -8,39 +7,36 @@ import logging
 import socket
 import sys
 import threading
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from quire.core.engine import Engine
 from quire.errors import InputError
-from quire.startup.torch_import import start_torch_import
+from quire.ipc.child_process import exit_now
+from quire.ipc.engine_server import EngineBuilder, log, serve_clients
+from quire.ipc.handshake import EngineInitMessage
+from quire.ipc.messages import EngineReady, engine_ready
+from quire.protocol.structured_output import Grammar, Structured
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig
-    from quire.core.engine import Engine
-    from quire.ipc.engine_server import EngineBuilder
-    from quire.ipc.handshake import EngineInitMessage
-    from quire.ipc.messages import EngineReady
-    from quire.protocol.structured_output import Grammar, Structured
     from quire.startup.checkpoint import Checkpoint
     from quire.text.grammars.compiler import GrammarCompiler
 
 
 def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGrammars]:
     """Build the engine of a model. Return it, what clients must know of it, and its grammar compiler."""
-    from quire.startup.early import import_triton, start_gpu_work
+    from quire.startup.build import build_engine
+    from quire.startup.checkpoint import read_checkpoint
+    from quire.startup.loader import end_gpu_work, start_gpu_work
+    from quire.startup.prealloc import preallocate_weights
 
     config = hello.config
     start_gpu_work(config, host_pages=hello.shared_host is None)
-    from quire.ipc.messages import engine_ready
-    from quire.kernels.triton.compile_process import stop_compiler
-    from quire.startup.build import build_engine
-    from quire.startup.checkpoint import read_checkpoint
-    from quire.startup.prealloc import preallocate_weights
-
     source = read_checkpoint(config)
     preallocate_weights(config, source)
-    import_triton()
     engine, plan, notices = build_engine(config, source, hello.named, hello.progress, shared_host=hello.shared_host)
-    stop_compiler()
+    end_gpu_work()
     return engine, engine_ready(engine, plan.to_lines(), notices), LazyGrammars(config, source, engine)
 
 
@@ -76,15 +72,20 @@ class LazyGrammars:
         )
 
 
+def import_torch() -> None:
+    """Import torch and log a failure, since a second import may fail differently after the first."""
+    try:
+        import_module("torch")
+    except Exception:
+        log.warning("torch can't be imported", exc_info=True)
+
+
 def main(build: EngineBuilder | None = None) -> None:
     """Run the engine's process. The arguments are the descriptors of the connections. By default a model's engine is
     built: then torch is imported while the client decides what to build."""
     gc.disable()  # while loading
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if build is None:
-        start_torch_import()
-    from quire.ipc.child_process import exit_now
-    from quire.ipc.engine_server import serve_clients
-
+        threading.Thread(target=import_torch, name="quire-imports", daemon=True).start()
     connections = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     exit_now(serve_clients(build or build_model, connections))

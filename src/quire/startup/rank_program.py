@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from quire.distributed.rank_messages import InitMessage
@@ -20,7 +22,6 @@ from quire.distributed.shared_ring import RingReader
 from quire.distributed.triton_cache import triton_cache_environment
 from quire.ipc.child_process import exit_now, ignore_signals
 from quire.ipc.garbage_collection import freeze_loaded_objects
-from quire.startup.torch_import import start_torch_import
 
 
 def build_runner(hello: InitMessage, rank_device: Any = None) -> Any:
@@ -53,7 +54,7 @@ def main(build: RunnerBuilder | None = None, device_opener: Callable[[InitMessag
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     ignore_signals()
     if build is None:
-        start_torch_import()
+        threading.Thread(target=import_module, args=("torch",), name="quire-imports", daemon=True).start()
     os.environ.update(NO_MULTICAST_ENVIRONMENT)
     rank, connection, ring, event = map(int, sys.argv[1:5])
     reader = RingReader(ring, event, rank)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.backend import TritonBackend
-from quire.kernels.triton.compile_locks import KernelNotLoaded, can_refuse_loading, loading_refused
+from quire.kernels.triton.compile_locks import KernelNotLoaded, loading_refused
 from quire.kernels.triton.decode import SplitScratch, decode_scratch
 from quire.models.decoder import one_layer_of_each_kind
 from quire.models.hidden_states import HiddenStates
@@ -61,12 +61,6 @@ def allocate_split_scratch(
     most = [max(tensor.numel() for tensor in tensors) for tensors in zip(*needs)]
     device = next(iter(kinds.values())).device
     return SplitScratch(*(torch.empty(count, dtype=torch.float32, device=device) for count in most))
-
-
-def layers_before_capture(model: Any) -> AbstractContextManager[None]:
-    """Return a context for the run of a step before its capture, which loads kernels. In a warm-up, where a capture can
-    be repeated, `model` has one layer of each kind."""
-    return one_layer_of_each_kind(model) if can_refuse_loading() else nullcontext()
 
 
 class DecodeGraphs:
@@ -151,11 +145,10 @@ class DecodeGraphs:
         if (size, has_images) != (self.max_rows, False) and (self.max_rows, False) not in self.model_graphs:
             self.capture(self.max_rows)
         self.inputs.zero_()
-        warmup = partial(self.warmup, size, has_images)
-        with layers_before_capture(self.model):
-            warmup()  # in this thread: libraries have handles per thread
+        with one_layer_of_each_kind(self.model):
+            self.warmup(size, has_images)  # in this thread: libraries have handles per thread
         slots = self._inputs_for(size)[0]
-        model, logits = self.capturer.capture(lambda: self._compute_logits(size, has_images), warmup)
+        model, logits = self.capturer.capture(lambda: self._compute_logits(size, has_images))
         self.epilogue_graphs |= {
             (size, has_images, name): self.capturer.capture(partial(epilogue, logits, slots))
             for name, epilogue in self.epilogues.items()
@@ -197,14 +190,12 @@ class GraphCapturer:
         self.memory_pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
 
-    def capture(self, step: Callable[[], Any], load_kernels: Callable[[], None] | None = None) -> CapturedGraph:
-        """Return a graph of what `step` enqueues, and its result. In a warm-up, if it launches a kernel that is not
-        loaded, call `load_kernels`, if given, and capture again: a kernel may not be loaded during a capture."""
-        if load_kernels is None or not can_refuse_loading():
-            return self._capture(step)
+    def capture(self, step: Callable[[], Any]) -> CapturedGraph:
+        """Return a graph of what `step` enqueues, and its result. If it launches a kernel that is not loaded, which may
+        not be loaded during a capture, run it and capture it again."""
         with suppress(KernelNotLoaded), loading_refused():
             return self._capture(step)
-        load_kernels()
+        step()
         return self._capture(step)
 
     def _capture(self, step: Callable[[], Any]) -> CapturedGraph:

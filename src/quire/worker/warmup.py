@@ -99,7 +99,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
     if runner.image_inputs is not None:
         with torch.inference_mode():
             runner.image_inputs.warmup()
-    with one_layer_of_each_kind(runner.model, only_if_plain=True):
+    with one_layer_of_each_kind(runner.model):
         for plan in (
             *_warmup_plans(max_tokens, max_len, runner.max_rows),
             *_long_prompt_plans(runner, min(max_tokens, max_len)),

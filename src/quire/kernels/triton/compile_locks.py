@@ -50,8 +50,6 @@ def compile_once(compiler: KernelCompiler | None = None) -> Iterator[None]:
     do_compile = JITFunction._do_compile
 
     def compile_locked(self: Any, key: Any, signature: Any, device: Any, *arguments: Any, **options: Any) -> Any:
-        if _refusal.is_active:
-            raise KernelNotLoaded(self.fn.__name__)
         fix_cache_key(self)
         with _compile_lock(f"{self.cache_key} {key}"):
             loaded = self.device_caches[device][0]
@@ -61,7 +59,6 @@ def compile_once(compiler: KernelCompiler | None = None) -> Iterator[None]:
                 do_compile(self, key, signature, device, *arguments, **options)
             return loaded.get(key)
 
-    compile_locked.can_refuse = True  # type: ignore[attr-defined]  # a mark on a function
     JITFunction._do_compile = compile_locked
     try:
         yield
@@ -73,27 +70,22 @@ class KernelNotLoaded(Exception):
     """A kernel was launched that is not loaded."""
 
 
-class _Refusal(threading.local):
-    is_active = False  # in this thread
-
-
-_refusal = _Refusal()
-
-
 @contextmanager
 def loading_refused() -> Iterator[None]:
-    """Return a context, within that of `compile_once`, in which the launch of a kernel that is not loaded raises
-    KernelNotLoaded. Other threads are not affected."""
-    _refusal.is_active = True
+    """Return a context in which a launch by this thread of a kernel that is not loaded raises KernelNotLoaded."""
+    do_compile, threads = JITFunction._do_compile, {threading.get_ident()}
+
+    def refuse(self: Any, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() in threads:
+            raise KernelNotLoaded(self.fn.__name__)
+        return do_compile(self, *arguments, **options)
+
+    JITFunction._do_compile = refuse
     try:
         yield
     finally:
-        _refusal.is_active = False
-
-
-def can_refuse_loading() -> bool:
-    """Return True in the context of `compile_once`."""
-    return hasattr(JITFunction._do_compile, "can_refuse")
+        threads.clear()  # another engine's thread may have patched Triton in between, and put this patch back
+        JITFunction._do_compile = do_compile
 
 
 @contextmanager

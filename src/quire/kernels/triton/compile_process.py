@@ -2,33 +2,34 @@
 
 Threads compile in parallel only in part: Python translates a kernel to Triton's first intermediate form under the
 interpreter's lock, and the rest shares one address space. Processes share neither. One process, the server, imports the
-kernels while the model is loaded, and forks processes that compile them, one at a time. It can fork safely, since it
-has a single thread and does not use the GPU.
+kernels while the model is loaded, and forks others at the first request. Each of them compiles many kernels, one at a
+time: forking a process and its first kernel take as long as a small kernel. The server can fork safely, since it has a
+single thread and does not use the GPU.
 
-A request is a line of JSON. Its answer is a line too: the request's number, and 1 if the kernel was compiled, else 0. A
-kernel that could not be compiled there is compiled by the process that needs it, which then raises the error.
+A request is a packet of JSON, which one of the forked processes takes. Its answer is a line: the request's number, and
+1 if the kernel was compiled, else 0. A kernel that could not be compiled there is compiled by the process that needs
+it, which then raises the error. If one of the processes is lost, all end.
 
 This module imports neither torch nor Triton, so that the server can be started before they are imported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
 import os
 import pkgutil
 import select
-import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import lru_cache
 from hashlib import sha256
 from importlib import import_module
 from typing import Any, NoReturn
@@ -39,6 +40,8 @@ PACKAGE = "quire.kernels.triton"
 ANSWER_SECONDS = 180.0  # the longest wait for an answer, the server's imports and earlier requests included
 PROGRAM = f"from {__name__} import main; main()"
 STDIN, STDOUT, STDERR = 0, 1, 2
+MAX_REQUEST_BYTES = 2**20
+PR_SET_PDEATHSIG = 1
 log = logging.getLogger("quire.startup")
 
 
@@ -53,12 +56,15 @@ class KernelCompiler:
         variables = {"PYTHONPATH": os.pathsep.join(folders), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[bool]] = {}  # by the number of the request
+        self._launchers: list[Sequence[str]] = []  # types of the arguments of those that were requested
         self.num_requests = 0
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(ANSWER_SECONDS)
         self._process: subprocess.Popen[bytes] | None = None
-        with suppress(OSError):
+        with theirs, suppress(OSError):
             self._process = subprocess.Popen(  # errors are not shown: the same kernel fails here again, with its error
                 [sys.executable, "-P", "-c", PROGRAM, str(processes)], env=os.environ | variables, bufsize=0,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             threading.Thread(
                 target=self._read_answers, args=(self._process,), name="quire-compiler", daemon=True
@@ -97,22 +103,19 @@ class KernelCompiler:
         for them; the answer does not wait for that."""
         answer = Future[bool]()
         with self._lock:
-            process = self._process
-            if process is None or process.stdin is None:
+            if self._process is None:
                 return False
             self.num_requests += 1
             self._waiting[self.num_requests] = answer
-            request = [self.num_requests, launcher_types, module, name, specialization, target]
-            line = json.dumps(request).encode() + b"\n"
-            pipe = select.poll()
-            pipe.register(process.stdin, select.POLLOUT)
+            requests: list[list[Any]] = [[self.num_requests, module, name, specialization, target]]
+            if launcher_types and launcher_types not in self._launchers:  # this is the first kernel that needs it
+                self._launchers.append(launcher_types)
+                requests.insert(0, [0, launcher_types])
             try:
-                while line:
-                    if not pipe.poll(1000 * ANSWER_SECONDS):  # the process stands still
-                        process.kill()
-                        return False
-                    line = line[process.stdin.write(line[: select.PIPE_BUF]) :]
-            except OSError:
+                for request in requests:
+                    self._requests.send(json.dumps(request).encode())
+            except OSError:  # the processes are lost, or stand still
+                self._process.kill()
                 return False
         try:
             return answer.result(ANSWER_SECONDS)
@@ -125,6 +128,7 @@ class KernelCompiler:
         """End the server. Requests that wait for an answer return False."""
         with self._lock:
             process, self._process = self._process, None
+            self._requests.close()
         if process is not None:
             process.kill()
             process.wait()
@@ -144,14 +148,12 @@ class KernelCompiler:
                 self._waiting.clear()
 
 
-@lru_cache(maxsize=1)
 def hash_triton() -> threading.Thread:
     """Import Triton, and return a thread that computes the digest of its files, 400 MB, mostly without the
-    interpreter's lock. The digest is a part of all keys of Triton's cache. Triton keeps it. A second call returns the
-    same thread."""
-    import triton  # all of it before one of its modules, in case that another thread imports it
+    interpreter's lock. The digest is a part of all keys of Triton's cache. Triton keeps it."""
+    from triton.runtime.cache import triton_key
 
-    thread = threading.Thread(target=triton.runtime.cache.triton_key, name="quire-triton-key", daemon=True)
+    thread = threading.Thread(target=triton_key, name="quire-triton-key", daemon=True)
     thread.start()
     return thread
 
@@ -248,112 +250,31 @@ def _build_launcher(types: list[str]) -> None:
     compile_module_from_src(source, "__triton_launcher", driver.library_dirs(), driver.include_dirs, driver.libraries)
 
 
-def _work(request_fd: int, result_fd: int) -> NoReturn:
-    """Carry out the requests of a forked process, until the pipe `request_fd` ends. Write 1 to the pipe `result_fd` for
-    each that succeeds, else 0."""
+def _work(request_fd: int, answer_fd: int) -> NoReturn:
+    """Carry out requests, one at a time, until there are no more. The process ends with the server."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        with open(request_fd, "rb") as requests:
-            for request in requests:
-                number, launcher_types, *arguments = json.loads(request)
-                succeeded = b"0"
-                with suppress(Exception):
-                    _compile(*arguments) if number else _build_launcher(launcher_types)
-                    succeeded = b"1"
-                os.write(result_fd, succeeded)
+        while request := os.read(request_fd, MAX_REQUEST_BYTES):
+            number, *arguments = json.loads(request)
+            compiled = 0
+            with suppress(Exception):
+                _compile(*arguments) if number else _build_launcher(*arguments)
+                compiled = 1
+            if number:
+                os.write(answer_fd, b"%d %d\n" % (number, compiled))
     finally:
         os._exit(0)
 
 
-class Worker:
-    """A forked process of a server, which carries out one request at a time. `other_fds` are the server's, which it
-    closes: a pipe ends when the last process closes it."""
-
-    def __init__(self, other_fds: Iterable[int]) -> None:
-        (request_fd, self.request_fd), (self.result_fd, result_fd) = os.pipe(), os.pipe()
-        self.number: int | None = None
-        """The number of the request that it carries out: 0 for a launcher, None if it is idle."""
-        self.pid = os.fork()
-        if self.pid == 0:
-            for fd in (*other_fds, self.request_fd, self.result_fd):
-                os.close(fd)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), STDIN)
-            _work(request_fd, result_fd)
-        os.close(request_fd)
-        os.close(result_fd)
-
-    def start(self, number: int, request: bytes) -> None:
-        """Start a request. If the process is lost, its results end."""
-        self.number, rest = number, request + b"\n"
-        with suppress(OSError):
-            while rest:
-                rest = rest[os.write(self.request_fd, rest) :]
-
-    def close(self) -> None:
-        """Wait for the end of the process, whose results have ended."""
-        os.close(self.request_fd)
-        os.close(self.result_fd)
-        os.waitpid(self.pid, 0)
-
-
-class Server:
-    """Compiles the kernels that are requested on standard input, and writes answers to the descriptor `answer_fd`. Has
-    at most `max_processes` workers: forking one, and its first kernel, take as long as compiling a small kernel."""
-
-    def __init__(self, max_processes: int, answer_fd: int) -> None:
-        self.max_processes, self.answer_fd = max_processes, answer_fd
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(STDIN, selectors.EVENT_READ)
-        self.requests: deque[tuple[int, bytes]] = deque()  # that were not started yet, by number
-        self.workers: dict[int, Worker] = {}  # by the pipe of their results
-        self.launchers: list[list[str]] = []  # types of the arguments of those that were requested
-
-    def run(self) -> None:
-        """Serve until standard input ends."""
-        rest = b""
-        while True:
-            for key, _ in self.selector.select():
-                if key.fd != STDIN:
-                    self._finish(self.workers[key.fd])
-                elif data := os.read(STDIN, 1 << 16):
-                    *lines, rest = (rest + data).split(b"\n")
-                    for line in lines:
-                        self._add(line)
-                else:
-                    return
-            while self.requests and (worker := self._idle_worker()) is not None:
-                worker.start(*self.requests.popleft())
-
-    def _add(self, request: bytes) -> None:
-        """Add a request, and before it that of its launcher, if this is the first kernel that needs it."""
-        number, launcher_types, *_ = json.loads(request)
-        if launcher_types and launcher_types not in self.launchers:
-            self.launchers.append(launcher_types)
-            self.requests.append((0, json.dumps([0, launcher_types]).encode()))
-        self.requests.append((number, request))
-
-    def _idle_worker(self) -> Worker | None:
-        """Return a worker without a request, a new one if there may be more, or None."""
-        for worker in self.workers.values():
-            if worker.number is None:
-                return worker
-        if len(self.workers) == self.max_processes:
-            return None
-        others = [fd for worker in self.workers.values() for fd in (worker.request_fd, worker.result_fd)]
-        worker = Worker([*others, self.answer_fd, self.selector.fileno()])
-        self.workers[worker.result_fd] = worker
-        self.selector.register(worker.result_fd, selectors.EVENT_READ)
-        return worker
-
-    def _finish(self, worker: Worker) -> None:
-        """Send the answer to the request of a worker that has written its result, or was lost."""
-        result, number = os.read(worker.result_fd, 1), worker.number
-        worker.number = None
-        if not result:
-            self.selector.unregister(worker.result_fd)
-            del self.workers[worker.result_fd]
-            worker.close()
-        if number:
-            os.write(self.answer_fd, b"%d %s\n" % (number, result or b"0"))
+def serve(num_processes: int, request_fd: int, answer_fd: int) -> NoReturn:
+    """Fork the processes that carry out requests, when the first is there. End when there are no more requests, or a
+    process is lost."""
+    select.select([request_fd], [], [])  # most starts have none
+    for _ in range(num_processes):
+        if os.fork() == 0:
+            _work(request_fd, answer_fd)
+    os.wait()
+    os._exit(0)
 
 
 def main() -> None:
@@ -361,16 +282,17 @@ def main() -> None:
     # A terminal or a service manager sends these to all processes; this one ends when its input does.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    answer_fd = os.dup(STDOUT)
+    request_fd, answer_fd = os.dup(STDIN), os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # so that output of compilers does not get among the answers
+    os.dup2(STDERR, STDIN)  # nor do they read requests
     gc.disable()
     hashing = hash_triton()
-    with suppress(Exception):  # it is reported where it is needed
-        import_module("torch")
-    hashing.join()  # before kernels import more of Triton: no two threads import it at once
+    with suppress(Exception):  # a kernel fails then, too
+        import_module("torch")  # meanwhile
+    hashing.join()
     package = import_module(PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{PACKAGE}."):
         with suppress(Exception):  # a module may need another GPU or version
             import_module(module.name)
     gc.freeze()
-    Server(int(sys.argv[1]), answer_fd).run()
+    serve(int(sys.argv[1]), request_fd, answer_fd)
