@@ -236,8 +236,9 @@ def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
     sizes: list[int] = []
 
-    def allocate_in_thread(open_driver: Any, num_bytes: int) -> None:
-        assert open_driver() is (None if status else driver), "without a context nothing is allocated"
+    def allocate_in_thread(open_gpu: Any, num_bytes: int) -> None:
+        opened = open_gpu()
+        assert opened is None if status else opened[0] is driver, "without a context nothing is allocated"
         sizes.append(num_bytes)
 
     monkeypatch.setattr(module, "pinned_block", lambda: SimpleNamespace(allocate_in_thread=allocate_in_thread))

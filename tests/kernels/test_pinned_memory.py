@@ -19,6 +19,7 @@ class Driver:
 
     def __init__(self, status: int = 0) -> None:
         self.status, self.may_go, self.blocks = status, threading.Event(), dict[int, Any]()
+        self.contexts: list[int | None] = []  # of the calling thread
         self.may_go.set()
 
     def cuMemHostAlloc(self, address: Any, size: ctypes.c_size_t, flags: int) -> int:
@@ -29,14 +30,23 @@ class Driver:
             self.blocks[address._obj.value] = buffer
         return self.status
 
+    def cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> int:
+        self.contexts.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: object) -> int:
+        self.contexts.pop()
+        return 0
+
     def cuMemFreeHost(self, address: ctypes.c_void_p) -> int:
+        assert self.contexts == [7]
         del self.blocks[address.value or 0]
         return 0
 
 
 def allocated(driver: Driver | None, size: int) -> PinnedBlock:
     block = PinnedBlock()
-    block.allocate_in_thread(lambda: driver, size)
+    block.allocate_in_thread(lambda: None if driver is None else (driver, ctypes.c_void_p(7)), size)
     return block
 
 
@@ -82,6 +92,13 @@ def test_without_a_driver_or_memory_there_is_no_block() -> None:
     driver = Driver()
     assert allocated(driver, 0).take(1000) is None
     assert not driver.blocks
+
+
+def test_a_start_on_a_cpu_before_changes_nothing() -> None:
+    driver, block = Driver(), PinnedBlock()
+    block.free()
+    block.allocate_in_thread(lambda: (driver, ctypes.c_void_p(7)), 1000)
+    assert block.take(1000) is not None
 
 
 def test_a_block_that_is_not_needed_any_more_is_freed_by_its_thread() -> None:

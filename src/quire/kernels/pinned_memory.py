@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+OpenGPU = Callable[[], tuple[Any, ctypes.c_void_p] | None]
+"""A function that makes a context of a GPU the thread's. It returns CUDA's driver and the context, or None."""
+
 
 class PinnedBlock:
     """A block of pinned memory, which one tensor uses at a time. Thread-safe."""
@@ -21,24 +24,23 @@ class PinnedBlock:
     def __init__(self) -> None:
         self.lock = RLock()  # a garbage collection in a method may free the tensor
         self.thread: Thread | None = None
-        self.driver: Any = None
+        self.gpu: tuple[Any, ctypes.c_void_p] | None = None  # CUDA's driver and a context
         self.is_needed = False
         self.address, self.num_bytes = 0, 0  # of the block while no tensor uses it
 
-    def allocate_in_thread(self, open_driver: Callable[[], Any], num_bytes: int) -> None:
-        """Start a thread that calls `open_driver`, for CUDA's driver with a current context or None, and allocates the
-        block, if it is of more than 0 bytes. The thread does not hold the interpreter's lock. If it fails there is no
-        block. A second call has no effect."""
+    def allocate_in_thread(self, open_gpu: OpenGPU, num_bytes: int) -> None:
+        """Start a thread that opens the GPU and allocates the block, if it is of more than 0 bytes. The thread does not
+        hold the interpreter's lock. If it fails there is no block. A second call has no effect."""
         if self.thread is None:
-            self.is_needed, arguments = True, (open_driver, num_bytes)
+            self.is_needed, arguments = True, (open_gpu, num_bytes)
             self.thread = Thread(target=self._allocate, args=arguments, name="quire-gpu", daemon=True)
             self.thread.start()
 
-    def _allocate(self, open_driver: Callable[[], Any], num_bytes: int) -> None:
-        self.driver, address = open_driver(), ctypes.c_void_p()
-        if self.driver is None or not num_bytes or not self.is_needed:
+    def _allocate(self, open_gpu: OpenGPU, num_bytes: int) -> None:
+        self.gpu, address = open_gpu(), ctypes.c_void_p()
+        if self.gpu is None or not num_bytes or not self.is_needed:
             return
-        if self.driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0) == 0:
+        if self.gpu[0].cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0) == 0:
             self._put_back(address.value or 0, num_bytes)
             if not self.is_needed:
                 self.free()
@@ -69,8 +71,11 @@ class PinnedBlock:
         """Free the block, unless a tensor uses it. If the thread has not allocated it yet, it does not or frees it."""
         with self.lock:
             self.is_needed = False
-            if self.address:
-                self.driver.cuMemFreeHost(ctypes.c_void_p(self.address))
+            if self.address and self.gpu is not None:
+                driver, context = self.gpu
+                driver.cuCtxPushCurrent_v2(context)  # this thread may have none yet
+                driver.cuMemFreeHost(ctypes.c_void_p(self.address))
+                driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
                 self.address, self.num_bytes = 0, 0
 
 

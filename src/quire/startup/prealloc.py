@@ -1,4 +1,4 @@
-"""Prepare memory for a model's packed weights, or open the GPU, while torch is imported. No torch here."""
+"""Prepare memory for a model's packed weights, or open the GPU and pin memory, while torch is imported. No torch here."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def open_gpu(config: EngineConfig, host_pages: bool = True) -> None:
         pinned_block().allocate_in_thread(_open_first_gpu, int(gib * 2**30) if is_known else 0)
 
 
-def _open_first_gpu() -> Any:
-    """Make the context this thread's. Return the driver's library, or None; failures are left to torch, which reports
-    them."""
+def _open_first_gpu() -> tuple[Any, ctypes.c_void_p] | None:
+    """Make the context this thread's. Return the driver's library and the context, or None; failures are left to torch,
+    which reports them."""
     with suppress(OSError, AttributeError):  # no such library, as on AMD's GPUs
         driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
         if (
@@ -57,7 +57,7 @@ def _open_first_gpu() -> Any:
             and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
             and driver.cuCtxSetCurrent(context) == 0
         ):
-            return driver
+            return driver, context
     return None
 
 
