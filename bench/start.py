@@ -15,9 +15,9 @@ from typing import Any
 
 from quire.bench.document import short, table
 from quire.bench.machine import seconds_alive
+from quire.bench.shapes import built
 from quire.cli.flags import config_from
 from quire.protocol.sampling_params import SamplingParams
-from quire.startup.loader import start_gpu_work
 
 PROMPT = 128
 
@@ -39,12 +39,8 @@ class Phases(logging.Handler):
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return one result: seconds since the process started."""
-    config = config_from(args)
-    start_gpu_work(config)
-    from quire.bench.shapes import built  # and torch
-
     kernels, phases = _cached_kernels(), Phases()
-    with built(config) as made:
+    with built(config_from(args)) as made:
         ready = seconds_alive()
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
         made.engine.add("first", [10 + i % 97 for i in range(PROMPT)], params)
