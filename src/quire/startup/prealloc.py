@@ -1,4 +1,4 @@
-"""Prepare memory for a model's packed weights, or open the GPU and pin memory, while torch is imported. No torch here."""
+"""Prepare memory for packed weights, or open the GPU and pin memory, while torch is imported. No torch here."""
 
 from __future__ import annotations
 
