@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from waiting import IDLE
 
+import quire.cli
 from quire.config import EngineConfig
 from quire.distributed import rank_devices, remote_runner
 from quire.distributed.rank_handle import RankLaunchThread
@@ -20,6 +21,7 @@ from quire.errors import StartupError
 from quire.ipc.child_process import ChildProcess
 from quire.kernels.cpu.weight_arena import weight_arena
 from quire.startup import build as building
+from quire.startup import loader
 from quire.startup import prealloc as module
 from quire.startup.build import build
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
@@ -229,20 +231,54 @@ def test_nothing_where_a_gpu_may_compute(
 @pytest.mark.parametrize("status", [0, 100])
 def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     calls: list[str] = []
-    names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain")
+    names = ("cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent")
     driver = SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) or status for name in names})
     monkeypatch.setattr(module.ctypes, "CDLL", lambda name: driver)
-    monkeypatch.setattr(module.threading, "Thread", lambda target, **_: SimpleNamespace(start=target))
+    sizes: list[int] = []
+
+    def allocate_in_thread(open_gpu: Any, num_bytes: int) -> None:
+        opened = open_gpu()
+        assert opened is None if status else opened[0] is driver, "without a context nothing is allocated"
+        sizes.append(num_bytes)
+
+    monkeypatch.setattr(module, "pinned_block", lambda: SimpleNamespace(allocate_in_thread=allocate_in_thread))
     module.open_gpu(EngineConfig())
     monkeypatch.setattr("os.path.exists", lambda path: path in GPU_DEVICE_FILES)
     for config in (EngineConfig(device="cpu"), EngineConfig(tp=2)):
         module.open_gpu(config)
     assert calls == []
-    module.open_gpu(EngineConfig())
-    assert calls == list(names[: 1 if status else 3]), "no call follows one that fails"
+    module.open_gpu(EngineConfig(swap_gib=0.5))
+    assert calls == list(names[: 1 if status else 4]), "no call follows one that fails"
+    for kv, host in (({"kv_gib": 0.25}, True), ({"kv_tokens": 512}, True), ({"swap_gib": 0.0}, True), ({}, False)):
+        module.open_gpu(EngineConfig(**kv), host)
+    assert sizes == [1 << 29, 1 << 28, 0, 0, 0]
     monkeypatch.undo()
     if not Path("/dev/nvidiactl").exists():
-        module._open_first_gpu()  # without the library
+        assert module._open_first_gpu() is None  # without the library
+
+
+def test_a_gpu_that_torch_has_chosen_is_not_opened_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(loader, "start_kernel_compiler", started.append)
+    monkeypatch.setattr(loader, "open_gpu", lambda config, host_pages: started.append(host_pages))
+    loader.start_gpu_work(EngineConfig(tp=2))
+    assert started == []
+    loader.start_gpu_work(EngineConfig(), host_pages=False)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    loader.start_gpu_work(EngineConfig())
+    assert started == [EngineConfig(), False, EngineConfig()]
+
+
+def test_commands_with_an_engine_of_their_own_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(loader, "start_gpu_work", lambda config: started.append(config.device))
+    run = SimpleNamespace(**dict.fromkeys(("generate", "chat", "run_batch", "plan", "env"), lambda args: 0))
+    monkeypatch.setattr(quire.cli, "import_module", lambda name: run)
+    for command in ("plan", "env", "generate", "chat"):
+        assert quire.cli.main([command, *["--device", "cpu"] * (command != "env")]) == 0
+    assert started == ["cpu", "cpu"]
+    quire.cli.main(["run-batch", "-i", "a", "-o", "b"])
+    assert started == ["cpu", "cpu", "auto"]
 
 
 def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

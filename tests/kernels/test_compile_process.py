@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,16 +56,87 @@ def test_lines_that_are_no_answer_are_skipped(compiler: compile_process.KernelCo
     assert compiler._process is not None, "it still answers"
 
 
+@pytest.mark.parametrize("is_full", [False, True])
 def test_a_process_that_stands_still_is_ended(
-    compiler: compile_process.KernelCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: compile_process.KernelCompiler, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
-    """Also if nothing more can be written to it."""
+    """Also if nothing more can be sent to it."""
     monkeypatch.setattr(compile_process, "ANSWER_SECONDS", 0.5)
     process = compiler._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
-    assert not compiler.request("os", "system", "x" * 300_000, [])
+    if is_full:
+        compiler._requests.settimeout(0.1)
+        with suppress(TimeoutError):
+            while True:
+                compiler._requests.send(b"x" * 100_000)
+    assert not compiler.request("os", "system", "", [])
     assert process.wait(10) == -signal.SIGKILL
+
+
+SERVER = """
+import os, sys, time
+from pathlib import Path
+from quire.kernels.triton import compile_process
+
+def compile(folder, name):
+    if name == "lost":
+        os._exit(9)
+    if name == "failing":
+        raise ValueError
+    (Path(folder) / name).write_text(str(os.getpid()))
+    time.sleep(float(name.startswith("slow")))
+
+compile_process._compile = compile
+compile_process._build_launcher = lambda types: compile(*types)
+compile_process.serve(2, compile_process.STDIN, compile_process.STDOUT)
+"""
+
+
+def test_a_process_compiles_one_kernel_after_another(tmp_path: Path) -> None:
+    """Also after one that fails. All end if one is lost."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with (
+        ours,
+        subprocess.Popen([sys.executable, "-c", SERVER], stdin=theirs.fileno(), stdout=subprocess.PIPE) as server,
+    ):
+        theirs.close()
+        assert server.stdout is not None
+
+        def answers(*names: str) -> dict[int, int]:
+            assert server.stdout is not None
+            for number, name in enumerate(names, 1):
+                ours.send(json.dumps([number, str(tmp_path), name]).encode())
+            return dict(sorted(tuple(map(int, server.stdout.readline().split())) for _ in names))  # type: ignore[misc]
+
+        ours.send(json.dumps([0, [str(tmp_path), "launcher"]]).encode())
+        assert answers("one", "failing", "two", "three") == {1: 1, 2: 0, 3: 1, 4: 1}, "none for a launcher"
+        assert answers("slow 1", "slow 2", "four") == {1: 1, 2: 1, 3: 1}
+        pids = {file.name: file.read_text() for file in tmp_path.iterdir()}
+        assert len(pids) == 7
+        assert len(set(pids.values())) == 2
+        ours.send(json.dumps([1, str(tmp_path), "lost"]).encode())
+        assert server.stdout.read() == b"", "closed by all"
+        assert server.wait(10) == 0
+
+
+def test_a_launcher_is_requested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first kernel that needs it."""
+    sent: list[Any] = []
+    compiler: Any = compile_process.KernelCompiler(1)
+
+    def send(request: bytes) -> None:
+        number, *arguments = json.loads(request)
+        sent.append((number, arguments[0]))
+        if number:
+            compiler._waiting.pop(number).set_result(True)
+
+    monkeypatch.setattr(compiler, "_requests", SimpleNamespace(send=send, close=compiler._requests.close))
+    for types in (["i32"], ["i32"], [], ["i32", "*fp16"]):
+        assert compiler.request("module", "kernel", "", [], types)
+    compiler.close()
+    assert sent == [(0, ["i32"]), (1, "module"), (2, "module"), (3, "module"), (0, ["i32", "*fp16"]), (4, "module")]
+    assert not compiler.request("module", "kernel", "", [])
 
 
 class StandIn:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
+from quire.kernels.triton.compile_locks import loading_refused
+from quire.layers.linear import Linear
+from quire.models.decoder import one_layer_of_each_kind
 from quire.models.vision import VisionSettings, build_encoder
 from quire.protocol.step_plan import StepPlan
 from quire.startup import loader
 from quire.startup.build import build
 from quire.startup.checkpoint import read_checkpoint
 from quire.worker import warmup
+from quire.worker.cuda_graphs import GraphCapturer
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.model_runner import ModelRunner
 from quire.worker.warmup import _warmup_plans
@@ -79,6 +86,92 @@ def test_what_fails_beside_others_runs_again_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(warmup, "_compile_tasks", lambda runner: [never])
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         warmup._compile_kernels(runner)
+
+
+def test_a_capture_that_would_load_a_kernel_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is loaded in a run, not in a capture, whatever the run before has left out."""
+    calls: list[str] = []
+    loaded: list[str] = []
+    kernel: Any = SimpleNamespace(fn=SimpleNamespace(__name__="kernel"))
+
+    def load(self: Any, key: str) -> None:
+        loaded.append(key)
+
+    def step(key: str = "key") -> str:
+        calls.append("step")
+        if key not in loaded:
+            JITFunction._do_compile(kernel, key)
+        calls.append("end")
+        return key
+
+    def fail() -> None:
+        with ThreadPoolExecutor(1) as pool:  # another engine's thread
+            pool.submit(step, "third").result()
+        raise RuntimeError("it fails")
+
+    monkeypatch.setattr(JITFunction, "_do_compile", load)
+    capturer = object.__new__(GraphCapturer)
+    monkeypatch.setattr(capturer, "_capture", lambda step: step())
+    assert capturer.capture(step) == "key"
+    assert calls == ["step", "step", "end", "step", "end"]
+    assert capturer.capture(step) == "key"
+    assert calls[5:] == ["step", "end"]
+    with pytest.raises(RuntimeError, match="it fails"):
+        capturer.capture(fail)
+    step("fourth")
+    assert loaded == ["key", "third", "fourth"]
+    with loading_refused():
+        theirs = JITFunction._do_compile  # another engine's thread patches Triton, and puts this back later
+    monkeypatch.setattr(JITFunction, "_do_compile", theirs)
+    step("fifth")
+    assert loaded[3:] == ["fifth"]
+
+
+def test_a_model_has_its_layers_again() -> None:
+    made = build(EngineConfig(device="cpu", kv_tokens=512))
+    model = made.engine.runner.model
+    layers = model.layers
+    with suppress(ValueError), one_layer_of_each_kind(model):
+        assert len(model.layers) == 3
+        assert model.layers[-1] is layers[-1]
+        raise ValueError("it fails")
+    assert model.layers is layers
+    first = next(iter(layers[2].parameters()))
+    first.data = first.data.to(torch.int8)
+    with one_layer_of_each_kind(model):
+        assert layers[2] in list(model.layers), "weights of another dtype have other kernels"
+    linear = next(module for module in layers[0].modules() if isinstance(module, Linear))
+    linear.low_bit_device = torch.device("cuda")
+    with one_layer_of_each_kind(model):
+        assert model.layers is layers, "formats of few bits may differ"
+    with one_layer_of_each_kind(no_model := SimpleNamespace(layers=layers)):
+        assert no_model.layers is layers
+    made.engine.close()
+
+
+def test_steps_of_the_warm_up_run_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a capture among them, which all layers belong to, would not be silent."""
+    made = build(EngineConfig(device="cpu", kv_tokens=512))
+    model, seen = made.engine.runner.model, list[int]()
+
+    def run(*_: object) -> None:
+        seen.append(len(model.layers))
+
+    monkeypatch.setattr(warmup, "_compile_kernels", run)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    runner: Any = SimpleNamespace(
+        model=model, exchange=None, decode_graphs=None, mixed_graphs=None, image_inputs=None, prompt_lengths=None,
+        max_rows=4, run_without_mixed_graphs=run, store=made.engine.runner.store, device=torch.device("cpu"),
+    )  # fmt: skip
+    warmup.warm_up(runner, 64, 128)
+    assert len(seen) > 10
+    assert set(seen) == {3}
+    assert len(model.layers) > 3
+    runner.run_without_mixed_graphs = lambda plan: one_layer_of_each_kind(model).__enter__()
+    with pytest.raises(AssertionError, match="captured without them"):
+        warmup.warm_up(runner, 64, 128)
+    assert len(model.layers) > 3
+    made.engine.close()
 
 
 def test_a_kernel_that_a_small_gpu_cannot_run_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

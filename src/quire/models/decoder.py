@@ -5,8 +5,10 @@ A model works on tokens and a ForwardContext; batching, the cache and sampling a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -129,6 +131,32 @@ class Attention(nn.Module):
         gate, qkv = qkv[:, : self.gate_heads], qkv[:, self.gate_heads :]
         out = ctx.attend(self.layer, qkv, self.rotary, self.head_norms, last).flatten(1)
         return out * (ctx.select_logits_rows(gate) if last else gate).flatten(1).sigmoid()
+
+
+@contextmanager
+def one_layer_of_each_kind(model: Any) -> Iterator[None]:
+    """Return a context in which `model` has only one layer of each kind, and its last one: enough to load the kernels
+    of a step. Layers of a kind, with weights of equal shapes and dtypes, after layers of one kind, launch the same
+    kernels. All layers stay if the model is no Decoder, if other ranks must run the same, or if weights are in few
+    bits, whose formats may differ."""
+    if not isinstance(model, Decoder) or model.exchange is not None or any(map(_is_low_bit, model.modules())):
+        yield
+        return
+    layers, kinds = model.layers, model.config.layers
+    assert len(layers) == len(kinds), "layers are left out already, and a graph would be captured without them"
+    first: dict[Any, nn.Module] = {}
+    for before, kind, layer in zip((None, *kinds), kinds, layers[:-1]):
+        tensors = chain(layer.named_parameters(), layer.named_buffers())
+        first.setdefault((before, kind, *((name, x.shape, x.dtype) for name, x in tensors)), layer)
+    model.layers = module_list([*first.values(), layers[-1]])
+    try:
+        yield
+    finally:
+        model.layers = layers
+
+
+def _is_low_bit(module: nn.Module) -> bool:
+    return isinstance(module, Linear) and module.low_bit_device.type == "cuda"
 
 
 def attention_sinks(model: nn.Module) -> dict[int, Tensor]:

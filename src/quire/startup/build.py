@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ from quire.files import MAX_BYTES_BY_FILE, read_json_object
 from quire.ipc.garbage_collection import gc_paused
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
-from quire.kernels.triton.compile_process import stop_compiler
 from quire.memory.build import build_memory
 from quire.memory.page_layout import MemorySize
 from quire.memory.virtual.virtual_memory import virtual_capacity_tokens
@@ -57,7 +55,7 @@ from quire.startup.dtypes import (
     quantization_savings,
     with_resolved_attention,
 )
-from quire.startup.loader import build_runner, choose_attention, sharded_stage_spec, start_kernel_compiler
+from quire.startup.loader import build_runner, choose_attention, end_gpu_work, sharded_stage_spec, start_gpu_work
 from quire.startup.memory_plan import (
     GIB,
     DraftSizes,
@@ -67,7 +65,7 @@ from quire.startup.memory_plan import (
     describe_pages,
     plan_memory,
 )
-from quire.startup.prealloc import open_gpu, preallocate_weights
+from quire.startup.prealloc import preallocate_weights
 from quire.startup.speculation import check_speculation
 
 if TYPE_CHECKING:
@@ -164,10 +162,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
     try:
         checkpoint = read_checkpoint(config)
         ranks = start_ranks(config, checkpoint)
-        if not config.has_rank_processes:
-            start_kernel_compiler(config)
-        if "torch" not in sys.modules:  # else another GPU may have been chosen
-            open_gpu(config)
+        start_gpu_work(config)
         preallocate_weights(config, checkpoint)
         import_module("torch")
         log.debug("torch is imported")
@@ -194,7 +189,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
         raise
     finally:
         weight_arena().finish_block()  # after a failed start, too
-        stop_compiler()
+        end_gpu_work()
 
 
 def start_ranks(config: EngineConfig, checkpoint: Checkpoint) -> RemoteRunner | None:

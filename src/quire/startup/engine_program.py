@@ -26,20 +26,17 @@ if TYPE_CHECKING:
 
 def build_model(hello: EngineInitMessage) -> tuple[Engine, EngineReady, LazyGrammars]:
     """Build the engine of a model. Return it, what clients must know of it, and its grammar compiler."""
-    from quire.kernels.triton.compile_process import stop_compiler
     from quire.startup.build import build_engine
     from quire.startup.checkpoint import read_checkpoint
-    from quire.startup.loader import start_kernel_compiler
-    from quire.startup.prealloc import open_gpu, preallocate_weights
+    from quire.startup.loader import end_gpu_work, start_gpu_work
+    from quire.startup.prealloc import preallocate_weights
 
     config = hello.config
-    if not config.has_rank_processes:
-        start_kernel_compiler(config)
-    open_gpu(config)
+    start_gpu_work(config, host_pages=hello.shared_host is None)
     source = read_checkpoint(config)
     preallocate_weights(config, source)
     engine, plan, notices = build_engine(config, source, hello.named, hello.progress, shared_host=hello.shared_host)
-    stop_compiler()
+    end_gpu_work()
     return engine, engine_ready(engine, plan.to_lines(), notices), LazyGrammars(config, source, engine)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +19,8 @@ from quire.errors import StartupError
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
 from quire.kernels.limits import MAX_GQA_GROUPS
-from quire.kernels.triton.compile_process import start_compiler
+from quire.kernels.pinned_memory import pinned_block
+from quire.kernels.triton.compile_process import start_compiler, stop_compiler
 from quire.models import uses_transformers
 from quire.models.quantization import FP8Scheme, LowBitScheme, resolve_scheme
 from quire.protocol.model_spec import ModelSpec
@@ -26,7 +28,7 @@ from quire.protocol.parallel_layout import UNSHARDED, ParallelLayout, Shard
 from quire.protocol.pipeline_stages import largest_stage_spec
 from quire.protocol.shared_host import SharedHostMemory
 from quire.startup.checkpoint import Checkpoint, read_checkpoint
-from quire.startup.prealloc import GPU_DEVICE_FILES
+from quire.startup.prealloc import GPU_DEVICE_FILES, open_gpu
 from quire.weights.checkpoint_files import MIN_PARAMETER_BYTES, check_weight_bytes
 
 if TYPE_CHECKING:
@@ -82,6 +84,22 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
     )  # fmt: skip
     trim_memory()
     return runner
+
+
+def start_gpu_work(config: EngineConfig, host_pages: bool = True) -> None:
+    """If the model may be in this process, on a GPU, start the process that compiles kernels and, unless torch has
+    chosen a GPU, the thread of `open_gpu`. A second call has no effect."""
+    if not config.has_rank_processes:
+        start_kernel_compiler(config)
+        has_chosen_gpu = getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)  # it may be half imported
+        if not has_chosen_gpu():
+            open_gpu(config, host_pages)
+
+
+def end_gpu_work() -> None:
+    """End the process that compiles kernels, and free the pinned memory if it is not used."""
+    stop_compiler()
+    pinned_block().free()
 
 
 def start_kernel_compiler(config: EngineConfig, shares: int = 1) -> None:

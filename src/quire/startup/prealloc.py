@@ -1,17 +1,18 @@
-"""Prepare memory for a model's packed weights, or open the GPU, while torch is imported. No torch here."""
+"""Prepare memory for packed weights, or open the GPU and pin memory, while torch is imported. No torch here."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
 from quire.config import EngineConfig
 from quire.kernels.cpu import library_loader as kernels
 from quire.kernels.cpu.weight_arena import weight_arena
+from quire.kernels.pinned_memory import pinned_block
 from quire.startup.checkpoint import Checkpoint
 
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -34,19 +35,30 @@ def preallocate_weights(config: EngineConfig, checkpoint: Checkpoint) -> None:
     weight_arena().prefault(min(wanted, psutil.virtual_memory().available // 2))
 
 
-def open_gpu(config: EngineConfig) -> None:
+def open_gpu(config: EngineConfig, host_pages: bool = True) -> None:
     """If this process may compute on a GPU, start a thread that initializes CUDA's driver and the context of the first
-    GPU, without the interpreter's lock. torch then uses this context."""
+    GPU, without the interpreter's lock. torch then uses this context. With `host_pages` the thread also allocates their
+    pinned memory, as far as their size is known: there are at most as many as pages on the GPU. A second call has no
+    effect."""
     if config.device != "cpu" and not config.has_rank_processes and any(map(os.path.exists, GPU_DEVICE_FILES)):
-        threading.Thread(target=_open_first_gpu, name="quire-gpu", daemon=True).start()
+        gib = config.swap_gib if config.kv_gib is None else min(config.swap_gib, config.kv_gib)
+        is_known = host_pages and config.kv_tokens is None
+        pinned_block().allocate_in_thread(_open_first_gpu, int(gib * 2**30) if is_known else 0)
 
 
-def _open_first_gpu() -> None:
-    """Retain the context; failures are left to torch, which reports them."""
+def _open_first_gpu() -> tuple[Any, ctypes.c_void_p] | None:
+    """Make the context this thread's. Return the driver's library and the context, or None; failures are left to torch,
+    which reports them."""
     with suppress(OSError, AttributeError):  # no such library, as on AMD's GPUs
         driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+        if (
+            driver.cuInit(0) == 0
+            and driver.cuDeviceGet(ctypes.byref(device), 0) == 0
+            and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+            and driver.cuCtxSetCurrent(context) == 0
+        ):
+            return driver, context
+    return None
 
 
 def _packed_bytes(config: EngineConfig, checkpoint: Checkpoint) -> int:

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from quire.kernels.forward_batch import LayerCache
 from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.compile_locks import KernelNotLoaded, loading_refused
 from quire.kernels.triton.decode import SplitScratch, decode_scratch
+from quire.models.decoder import one_layer_of_each_kind
 from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cross_attention import CrossAttentionImages
@@ -143,7 +145,8 @@ class DecodeGraphs:
         if (size, has_images) != (self.max_rows, False) and (self.max_rows, False) not in self.model_graphs:
             self.capture(self.max_rows)
         self.inputs.zero_()
-        self.warmup(size, has_images)  # in this thread: libraries have handles per thread
+        with one_layer_of_each_kind(self.model):
+            self.warmup(size, has_images)  # in this thread: libraries have handles per thread
         slots = self._inputs_for(size)[0]
         model, logits = self.capturer.capture(lambda: self._compute_logits(size, has_images))
         self.epilogue_graphs |= {
@@ -188,7 +191,14 @@ class GraphCapturer:
         self.stream = torch.cuda.Stream(device)
 
     def capture(self, step: Callable[[], Any]) -> CapturedGraph:
-        """Return a graph of what `step` enqueues, and its result."""
+        """Return a graph of what `step` enqueues, and its result. If it launches a kernel that is not loaded, which may
+        not be loaded during a capture, run it and capture it again."""
+        with suppress(KernelNotLoaded), loading_refused():
+            return self._capture(step)
+        step()
+        return self._capture(step)
+
+    def _capture(self, step: Callable[[], Any]) -> CapturedGraph:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         collecting = gc.isenabled()

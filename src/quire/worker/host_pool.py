@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import StartupError
+from quire.kernels.pinned_memory import pinned_block
 from quire.protocol.shared_host import SharedHostMemory
 from quire.worker.hazards import pages_overlap
 from quire.worker.staging_buffer import StagingBuffer
@@ -62,8 +63,10 @@ class HostPool:
                 _pin(self, raw)
         elif self.device.type == "cpu":  # NumPy's untouched zeros take no memory, torch's do
             raw = torch.from_numpy(np.zeros(host_bytes, dtype=np.uint8))
-        else:  # pinned memory is allocated in powers of two
-            raw = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            block = pinned_block().take(host_bytes)
+            # torch allocates pinned memory in powers of two
+            raw = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True) if block is None else block
         self.host_pages = {
             size: raw[: host_bytes // size * size].view(first.dtype).view(host_bytes // size, -1) for size in pages
         }

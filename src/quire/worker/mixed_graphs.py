@@ -26,6 +26,7 @@ from quire.kernels.mamba_states import CONV_TILE, StateCache, StatePlan, make_st
 from quire.kernels.triton.backend import CapturedBatch, TritonAttentionPlan, TritonBackend
 from quire.kernels.triton.prefill import make_prefill_tiles
 from quire.layers.rotary import RotaryEmbedding
+from quire.models.decoder import one_layer_of_each_kind
 from quire.models.hidden_states import HiddenStates
 from quire.protocol.seq_slices import SeqSlices
 from quire.worker.cuda_graphs import AnyEpilogue, CapturedGraph, GraphCapturer, allocate_split_scratch
@@ -295,7 +296,8 @@ class MixedGraphs:
         """Capture a first half, unless it is captured."""
         if (tokens, num_decode_rows) not in self.first_graphs:
             self.inputs.buffer.zero_()
-            self._run_first_half(tokens, num_decode_rows)  # in this thread: libraries have handles per thread
+            with one_layer_of_each_kind(self.model):
+                self._run_first_half(tokens, num_decode_rows)  # in this thread: libraries have handles per thread
             self.first_graphs[tokens, num_decode_rows] = self.capturer.capture(
                 partial(self._run_first_half, tokens, num_decode_rows)
             )

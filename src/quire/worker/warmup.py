@@ -1,9 +1,9 @@
 """The warm-up runs every kind of step once, on scratch memory: kernels are compiled and loaded, graphs are captured and
 the largest step's memory is allocated before the first request.
 
-All rows are padding (slot 0), whose pages and samples are not used. If no kernels are cached on disk, compilation is
-most of the work. So several threads run steps first. They wait for the processes that compile (see
-quire.kernels.triton.compile_process), or compile themselves if there are no such processes.
+All rows are padding (slot 0), whose pages and samples are not used. A model of one rank has one layer of each kind. If
+no kernels are cached on disk, compilation is most of the work. So several threads run steps first. They wait for the
+processes that compile (see quire.kernels.triton.compile_process), or compile themselves if there are no such processes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from quire.errors import StartupError
 from quire.kernels.limits import MAX_SCORED_POSITIONS
 from quire.kernels.triton.compile_process import KernelCompiler, running_compiler
+from quire.models.decoder import one_layer_of_each_kind
 from quire.protocol.device_params import DeviceSamplingParams
 from quire.protocol.step_plan import SeqSlice, SlotInit, StepPlan
 from quire.worker.image_inputs import ImageInputs
@@ -46,6 +47,7 @@ TOKEN_COUNTS = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: matrix products ha
 class WarmupRunner(Protocol):
     """The parts of a ModelRunner on a GPU that the warm-up uses."""
 
+    model: Any
     device: torch.device
     dtype: torch.dtype
     deterministic: bool
@@ -74,7 +76,8 @@ class WarmupRunner(Protocol):
 
 def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
     """Run steps of all kinds, the largest of `max_tokens` tokens in sequences of up to `max_len`."""
-    with nullcontext() if runner.exchange is None else runner.exchange.warming_up():
+    exchange = nullcontext() if runner.exchange is None else runner.exchange.warming_up()
+    with exchange, one_layer_of_each_kind(runner.model):
         _compile_kernels(runner)
     log.debug("kernels are compiled and loaded")
     torch.cuda.empty_cache()  # memory of the threads
@@ -96,11 +99,12 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
     if runner.image_inputs is not None:
         with torch.inference_mode():
             runner.image_inputs.warmup()
-    for plan in (
-        *_warmup_plans(max_tokens, max_len, runner.max_rows),
-        *_long_prompt_plans(runner, min(max_tokens, max_len)),
-    ):
-        runner.run_without_mixed_graphs(plan)  # some steps with prompts have no graph, and need these kernels
+    with one_layer_of_each_kind(runner.model):
+        for plan in (
+            *_warmup_plans(max_tokens, max_len, runner.max_rows),
+            *_long_prompt_plans(runner, min(max_tokens, max_len)),
+        ):
+            runner.run_without_mixed_graphs(plan)  # some steps with prompts have no graph, and need these kernels
     runner.store.clear_scratch()  # results of padding may not be finite
     torch.cuda.synchronize(runner.device)
     log.debug("steps of all kinds have run")

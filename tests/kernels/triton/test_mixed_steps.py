@@ -15,6 +15,7 @@ from grids import DEVICE
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import SMALL, a_model, a_runner, pages_of
+from triton.runtime.interpreter import InterpretedFunction
 
 from quire.kernels.triton import backend
 from quire.kernels.triton.backend import TritonBackend
@@ -256,6 +257,47 @@ def test_all_that_a_server_needs_can_be_captured_at_its_start(monkeypatch: pytes
     pages = runner.store.group_pages[0]
     assert pages[1:].isnan().all(), "only the scratch page is written"
     assert pages[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "deeper", "expected"),
+    [
+        ("llama-125m", {"num_hidden_layers": 6}, [0, 1, 5]),
+        ("gemma-3-4b", {"num_hidden_layers": 8}, [0, 1, 2, 7]),
+        ("gpt2", {"n_layer": 5}, [0, 1, 4]),
+    ],
+)
+def test_one_layer_of_each_kind_launches_all_kernels_before_a_capture(
+    name: str, deeper: dict[str, int], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SMALL, name, {**SMALL[name], **deeper})
+    model, spec = a_model(name)
+    runner = a_runner(model, spec, "triton", SLOTS)
+    again = with_graphs(runner, monkeypatch)
+    launched: list[set[Any]] = [set(), set()]  # before a capture, in it
+    numbers: list[list[int]] = []
+    run = InterpretedFunction.run
+
+    def record(self: Any, *arguments: Any, **options: Any) -> Any:
+        kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in arguments]
+        launched[min(again.recorded, 1)].add((self.fn.__name__, str(kinds), str(options)))
+        return run(self, *arguments, **options)
+
+    def embed(*arguments: Any) -> Any:
+        numbers.append([layers.index(layer) for layer in model.layers])
+        return type(model).embed(model, *arguments)
+
+    layers = list(model.layers)
+    monkeypatch.setattr(InterpretedFunction, "run", record)
+    monkeypatch.setattr(model, "embed", embed)
+    with torch.inference_mode():
+        runner.mixed_graphs.capture_first_half(8, 3)
+    assert numbers == [expected, list(range(len(layers)))]
+    assert launched[0] == launched[1] != set()
+    model.exchange = object()
+    with torch.inference_mode():
+        runner.mixed_graphs.capture_first_half(4, 1)
+    assert numbers[2] == numbers[3] == list(range(len(layers))), "other ranks must run the same"
 
 
 def test_scored_and_long_steps_stay_eager(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,28 @@ def compile_once(compiler: KernelCompiler | None = None) -> Iterator[None]:
         JITFunction._do_compile = do_compile
 
 
+class KernelNotLoaded(Exception):
+    """A kernel was launched that is not loaded."""
+
+
+@contextmanager
+def loading_refused() -> Iterator[None]:
+    """Return a context in which a launch by this thread of a kernel that is not loaded raises KernelNotLoaded."""
+    do_compile, threads = JITFunction._do_compile, {threading.get_ident()}
+
+    def refuse(self: Any, *arguments: Any, **options: Any) -> Any:
+        if threading.get_ident() in threads:
+            raise KernelNotLoaded(self.fn.__name__)
+        return do_compile(self, *arguments, **options)
+
+    JITFunction._do_compile = refuse
+    try:
+        yield
+    finally:
+        threads.clear()  # another engine's thread may have patched Triton in between, and put this patch back
+        JITFunction._do_compile = do_compile
+
+
 @contextmanager
 def _compile_lock(name: str) -> Iterator[None]:
     """Hold the lock of this name, which is shared by all threads and processes; no lock if the file system has none."""

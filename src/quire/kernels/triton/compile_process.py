@@ -2,30 +2,32 @@
 
 Threads compile in parallel only in part: Python translates a kernel to Triton's first intermediate form under the
 interpreter's lock, and the rest shares one address space. Processes share neither. One process, the server, imports the
-kernels while the model is loaded, and forks a process for each kernel. It can fork safely, since it has a single thread
-and does not use the GPU.
+kernels while the model is loaded, and forks others at the first request. Each of them compiles many kernels, one at a
+time: forking a process and its first kernel take as long as a small kernel. The server can fork safely, since it has a
+single thread and does not use the GPU.
 
-A request is a line of JSON. Its answer is a line too: the request's number, and 1 if the kernel was compiled, else 0. A
-kernel that could not be compiled there is compiled by the process that needs it, which then raises the error.
+A request is a packet of JSON, which one of the forked processes takes. Its answer is a line: the request's number, and
+1 if the kernel was compiled, else 0. A kernel that could not be compiled there is compiled by the process that needs
+it, which then raises the error. If one of the processes is lost, all end.
 
 This module imports neither torch nor Triton, so that the server can be started before they are imported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import logging
 import os
 import pkgutil
 import select
-import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from hashlib import sha256
@@ -38,6 +40,8 @@ PACKAGE = "quire.kernels.triton"
 ANSWER_SECONDS = 180.0  # the longest wait for an answer, the server's imports and earlier requests included
 PROGRAM = f"from {__name__} import main; main()"
 STDIN, STDOUT, STDERR = 0, 1, 2
+MAX_REQUEST_BYTES = 2**20
+PR_SET_PDEATHSIG = 1
 log = logging.getLogger("quire.startup")
 
 
@@ -52,12 +56,15 @@ class KernelCompiler:
         variables = {"PYTHONPATH": os.pathsep.join(folders), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[bool]] = {}  # by the number of the request
+        self._launchers: list[Sequence[str]] = []  # types of the arguments of those that were requested
         self.num_requests = 0
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._requests.settimeout(ANSWER_SECONDS)
         self._process: subprocess.Popen[bytes] | None = None
-        with suppress(OSError):
+        with theirs, suppress(OSError):
             self._process = subprocess.Popen(  # errors are not shown: the same kernel fails here again, with its error
                 [sys.executable, "-P", "-c", PROGRAM, str(processes)], env=os.environ | variables, bufsize=0,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             threading.Thread(
                 target=self._read_answers, args=(self._process,), name="quire-compiler", daemon=True
@@ -96,22 +103,19 @@ class KernelCompiler:
         for them; the answer does not wait for that."""
         answer = Future[bool]()
         with self._lock:
-            process = self._process
-            if process is None or process.stdin is None:
+            if self._process is None:
                 return False
             self.num_requests += 1
             self._waiting[self.num_requests] = answer
-            request = [self.num_requests, launcher_types, module, name, specialization, target]
-            line = json.dumps(request).encode() + b"\n"
-            pipe = select.poll()
-            pipe.register(process.stdin, select.POLLOUT)
+            requests: list[list[Any]] = [[self.num_requests, module, name, specialization, target]]
+            if launcher_types and launcher_types not in self._launchers:  # this is the first kernel that needs it
+                self._launchers.append(launcher_types)
+                requests.insert(0, [0, launcher_types])
             try:
-                while line:
-                    if not pipe.poll(1000 * ANSWER_SECONDS):  # the process stands still
-                        process.kill()
-                        return False
-                    line = line[process.stdin.write(line[: select.PIPE_BUF]) :]
-            except OSError:
+                for request in requests:
+                    self._requests.send(json.dumps(request).encode())
+            except OSError:  # the processes are lost, or stand still
+                self._process.kill()
                 return False
         try:
             return answer.result(ANSWER_SECONDS)
@@ -124,6 +128,7 @@ class KernelCompiler:
         """End the server. Requests that wait for an answer return False."""
         with self._lock:
             process, self._process = self._process, None
+            self._requests.close()
         if process is not None:
             process.kill()
             process.wait()
@@ -245,70 +250,31 @@ def _build_launcher(types: list[str]) -> None:
     compile_module_from_src(source, "__triton_launcher", driver.library_dirs(), driver.include_dirs, driver.libraries)
 
 
-def _run_child(result_fd: int, work: Callable[..., None], *arguments: Any) -> NoReturn:
-    """Do the work of a forked process and end it. After success write 1 to the pipe `result_fd`."""
+def _work(request_fd: int, answer_fd: int) -> NoReturn:
+    """Carry out requests, one at a time, until there are no more. The process ends with the server."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        work(*arguments)
-        os.write(result_fd, b"1")
+        while request := os.read(request_fd, MAX_REQUEST_BYTES):
+            number, *arguments = json.loads(request)
+            compiled = 0
+            with suppress(Exception):
+                _compile(*arguments) if number else _build_launcher(*arguments)
+                compiled = 1
+            if number:
+                os.write(answer_fd, b"%d %d\n" % (number, compiled))
     finally:
         os._exit(0)
 
 
-class Server:
-    """Compiles the kernels that are requested on standard input, and writes answers to the descriptor `answer_fd`.
-    Starts no request while `max_processes` processes run."""
-
-    def __init__(self, max_processes: int, answer_fd: int) -> None:
-        self.max_processes, self.answer_fd = max_processes, answer_fd
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(STDIN, selectors.EVENT_READ)
-        self.requests: deque[bytes] = deque()  # that were not started yet
-        self.children: dict[int, tuple[int, int]] = {}  # pipe of the result -> process, number of the request or 0
-        self.launchers: list[list[str]] = []  # types of the arguments of those that were started
-
-    def run(self) -> None:
-        """Serve until standard input ends."""
-        rest = b""
-        while True:
-            for key, _ in self.selector.select():
-                if key.fd != STDIN:
-                    self._finish(key.fd)
-                elif data := os.read(STDIN, 1 << 16):
-                    *lines, rest = (rest + data).split(b"\n")
-                    self.requests += lines
-                else:
-                    return
-            while self.requests and len(self.children) < self.max_processes:
-                self._start(self.requests.popleft())
-
-    def _start(self, request: bytes) -> None:
-        """Start the process of a request, and first that of its launcher, if this is the first kernel that needs it."""
-        number, launcher_types, *arguments = json.loads(request)
-        if launcher_types and launcher_types not in self.launchers:
-            self.launchers.append(launcher_types)
-            self._fork(0, _build_launcher, launcher_types)
-        self._fork(number, _compile, *arguments)
-
-    def _fork(self, number: int, work: Callable[..., None], *arguments: Any) -> None:
-        """Start a process for request `number`, or 0. Its end of the pipe is closed when it ends for any reason."""
-        read_fd, write_fd = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(self.answer_fd)
-            _run_child(write_fd, work, *arguments)
-        os.close(write_fd)
-        self.children[read_fd] = pid, number
-        self.selector.register(read_fd, selectors.EVENT_READ)
-
-    def _finish(self, read_fd: int) -> None:
-        """Wait for a process that has written its result or ended, and send the answer to its request, if any."""
-        pid, number = self.children.pop(read_fd)
-        compiled = os.read(read_fd, 1) or b"0"
-        self.selector.unregister(read_fd)
-        os.close(read_fd)
-        os.waitpid(pid, 0)
-        if number:
-            os.write(self.answer_fd, b"%d %s\n" % (number, compiled))
+def serve(num_processes: int, request_fd: int, answer_fd: int) -> NoReturn:
+    """Fork the processes that carry out requests, when the first is there. End when there are no more requests, or a
+    process is lost."""
+    select.select([request_fd], [], [])  # most starts have none
+    for _ in range(num_processes):
+        if os.fork() == 0:
+            _work(request_fd, answer_fd)
+    os.wait()
+    os._exit(0)
 
 
 def main() -> None:
@@ -316,13 +282,17 @@ def main() -> None:
     # A terminal or a service manager sends these to all processes; this one ends when its input does.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    answer_fd = os.dup(STDOUT)
+    request_fd, answer_fd = os.dup(STDIN), os.dup(STDOUT)
     os.dup2(STDERR, STDOUT)  # so that output of compilers does not get among the answers
+    os.dup2(STDERR, STDIN)  # nor do they read requests
     gc.disable()
-    hash_triton().join()
+    hashing = hash_triton()
+    with suppress(Exception):  # a kernel fails then, too
+        import_module("torch")  # meanwhile
+    hashing.join()
     package = import_module(PACKAGE)
     for module in pkgutil.iter_modules(package.__path__, f"{PACKAGE}."):
         with suppress(Exception):  # a module may need another GPU or version
             import_module(module.name)
     gc.freeze()
-    Server(int(sys.argv[1]), answer_fd).run()
+    serve(int(sys.argv[1]), request_fd, answer_fd)
