@@ -29,7 +29,7 @@ from quire.worker.warmup import _warmup_plans
 
 
 def steps(tokens: int, max_len: int, slots: int = 8) -> list[StepPlan]:
-    return list(_warmup_plans(tokens, max_len, slots))
+    return list(_warmup_plans(tokens, max_len, slots, True))
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,7 @@ def test_steps_of_the_warm_up_run_one_layer_of_each_kind(monkeypatch: pytest.Mon
     runner: Any = SimpleNamespace(
         model=model, exchange=None, decode_graphs=None, mixed_graphs=None, image_inputs=None, prompt_lengths=None,
         max_rows=4, run_without_mixed_graphs=run, store=made.engine.runner.store, device=torch.device("cpu"),
+        deterministic=False,
     )  # fmt: skip
     warmup.warm_up(runner, 64, 128)
     assert len(seen) > 10

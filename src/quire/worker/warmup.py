@@ -42,6 +42,7 @@ SAMPLING_KINDS = (  # parameters, and the number of log-probabilities
     (DeviceSamplingParams(temperature=0.0, prompt_logprobs=1), -1),  # last: leaves slot 0 without penalties
 )
 TOKEN_COUNTS = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: matrix products have different kernels for each
+PROMPT_COUNTS = tuple(1 << i for i in range(8, 16))  # the same, with `--deterministic`
 
 
 class WarmupRunner(Protocol):
@@ -101,7 +102,7 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
             runner.image_inputs.warmup()
     with one_layer_of_each_kind(runner.model):
         for plan in (
-            *_warmup_plans(max_tokens, max_len, runner.max_rows),
+            *_warmup_plans(max_tokens, max_len, runner.max_rows, runner.deterministic),
             *_long_prompt_plans(runner, min(max_tokens, max_len)),
         ):
             runner.run_without_mixed_graphs(plan)  # some steps with prompts have no graph, and need these kernels
@@ -199,15 +200,16 @@ def _run_if_compiling(compiler: KernelCompiler, step: Callable[[], None]) -> Non
         step()
 
 
-def _warmup_plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
+def _warmup_plans(tokens: int, max_len: int, slots: int, deterministic: bool) -> Iterator[StepPlan]:
     """Yield plans of prompts: short ones with every kind of sampling; every number of tokens that has different
     kernels, with and without logits of all tokens; the end of a prompt of `max_len`; rows of one token; and `tokens`
     tokens in as many of `slots` rows as possible, and in as few."""
     for sampling, num_logprobs in SAMPLING_KINDS:
         init = SlotInit(0, 0, -1, sampling, 0, 1, (0,) if sampling.needs_history else (), num_logprobs)
         yield StepPlan((init,), (), (_padding_slice(min(5, max_len, tokens)),))
-    for count in dict.fromkeys(min(count, max_len, tokens) for count in TOKEN_COUNTS):
-        yield StepPlan((), (), (_padding_slice(count),))
+    counts = (*TOKEN_COUNTS, *PROMPT_COUNTS) if deterministic else TOKEN_COUNTS
+    for count in dict.fromkeys(min(count, tokens) for count in counts):
+        yield _longest_rows(count, max_len, slots)
     for count in dict.fromkeys(min(count, max_len, tokens) for count in (*TOKEN_COUNTS, MAX_SCORED_POSITIONS)):
         yield StepPlan((), (), (_padding_slice(count)._replace(score_tokens=(0,) * count),))
     last = min(5, max_len, tokens)
@@ -217,9 +219,13 @@ def _warmup_plans(tokens: int, max_len: int, slots: int) -> Iterator[StepPlan]:
     rows = min(slots, tokens)
     each, more = divmod(tokens, rows)
     yield StepPlan((), (), tuple(_padding_slice(min(each + (i < more), max_len)) for i in range(rows)))
-    # The same number of tokens, in the longest rows.
+    yield _longest_rows(tokens, max_len, slots)
+
+
+def _longest_rows(tokens: int, max_len: int, slots: int) -> StepPlan:
+    """Return a plan of `tokens` tokens in as few of `slots` rows as possible."""
     whole, rest = divmod(tokens, max_len)
-    yield StepPlan((), (), ((_padding_slice(max_len),) * whole + (_padding_slice(rest),) * (rest > 0))[:slots])
+    return StepPlan((), (), ((_padding_slice(max_len),) * whole + (_padding_slice(rest),) * (rest > 0))[:slots])
 
 
 def _long_prompt_plans(runner: WarmupRunner, longest: int) -> Iterator[StepPlan]:

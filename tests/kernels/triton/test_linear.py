@@ -274,10 +274,10 @@ def test_every_tile_is_rehearsed(tokens: int, slots: int) -> None:
     def of_all(numbers: Iterable[int], size: int) -> set[Tile]:
         return set.union(*(tiles(n, size) for n in numbers))
 
-    plans = list(_warmup_plans(tokens, 4096, slots))
+    plans = list(_warmup_plans(tokens, 4096, slots, True))
     computed = {sum(len(row.tokens) for row in plan.slices) for plan in plans}
     scored = {len(row.score_tokens) for plan in plans for row in plan.slices if row.score_tokens}
-    for size in (6144, 4096):
+    for size in (6144, 4096, 1024, 28672):
         assert of_all(range(1, tokens + 1), size) == of_all(computed, size)
     assert of_all(range(1, min(tokens, MAX_SCORED_POSITIONS) + 1), 128256) == of_all(scored, 128256)
 

@@ -66,10 +66,12 @@ def bulk_is_faster(rows: int, size: int) -> bool:
 
 def any_rows_tile(rows: int, size: int, dtype: torch.dtype, bulk: bool, programs: int) -> Tile:
     """Return the tile of `batch_invariant_linear` for x [rows, K] and a weight [size, K] of `dtype`. With Hopper's
-    `bulk` copies it is the tile with which `programs` programs, one for each multiprocessor, take the least time."""
+    `bulk` copies it is the tile with which `programs` programs, one for each multiprocessor, take the least time for
+    the next power of two of rows: a warm-up tries these numbers."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 2, 4)
     if bulk:
+        rows = power_of_2(rows)
         return min(BULK_TILES, key=lambda tile: _waves(rows, size, tile, programs) * BULK_TILES[tile])
     if rows > 64:
         return Tile(128, 128, 64, 4, 8)
