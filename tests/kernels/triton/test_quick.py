@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.knobs import HookChain
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton import fast_launch
 
@@ -28,6 +29,12 @@ ARGS = st.one_of(
         lambda at, dtype: STORE[at * dtype.itemsize : 64 * dtype.itemsize].view(dtype)[:8],
         st.integers(0, 20),
         st.sampled_from(TYPES),
+    ),
+    st.builds(
+        lambda dtype, shape, block: TensorDescriptor.from_tensor(STORE.view(dtype)[:256].view(shape), list(block)),
+        st.sampled_from(TYPES),
+        st.sampled_from([(16, 16), (8, 32)]),
+        st.sampled_from([(4, 16), (8, 16)]),
     ),
 )
 

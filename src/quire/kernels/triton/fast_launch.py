@@ -14,6 +14,7 @@ from typing import Any
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 VERSIONS = ("3.6", "3.7")
 """Versions of Triton in which a launch returns the compiled kernel, whose `run` takes the arguments passed here."""
@@ -63,9 +64,12 @@ class FastLauncher:
 
 def argument_kind(x: Any) -> Any:
     """Return all properties of an argument, not constexpr, on which a compiled kernel may depend: for a tensor its type
-    and whether its address is a multiple of 16, for an integer whether it is 1 or a multiple of 16, and its width."""
+    and whether its address is a multiple of 16, for a descriptor the type and the block, for an integer whether it is 1
+    or a multiple of 16, and its width."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
     if x is None or x is True or x is False:
         return x
     if isinstance(x, float):

@@ -351,6 +351,7 @@ def _tile(
     tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & (n < size)[None, :])
 
 
+@fast_launch
 @triton.jit(do_not_specialize=["rows"])
 def _tiles(
     inputs, weights, bias, results, rows, size, depth, PROGRAMS: tl.constexpr,
