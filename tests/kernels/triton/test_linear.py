@@ -21,6 +21,7 @@ from quire.kernels.triton.linear import (
     MAX_ROWS,
     batch_invariant_gated_linear,
     batch_invariant_linear,
+    fastest_rows,
     gated_linear,
     linear,
     supports,
@@ -203,6 +204,17 @@ def test_a_row_has_the_same_bits_in_every_batch(shape: tuple[int, int], dtype: t
                     assert torch.equal(batch_invariant_linear(some, numbers, None, scale, pdl=pdl), same)
                 if scale is None and rows > 1 and supports(numbers, rows):  # the fast product too, but for a single row
                     assert torch.equal(linear(some, numbers), same)
+
+
+@pytest.mark.parametrize(
+    ("size", "depth", "rows"),
+    [(4096, 14336, 16), (3584, 18944, 16), (8192, 14336, 32), (4096, 8192, 32), (28672, 4096, 32)],
+)
+def test_cublas_divides_the_depth_of_deep_weights(
+    size: int, depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
+    assert fastest_rows(torch.empty(size, depth, dtype=torch.bfloat16, device="meta")) == rows
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
