@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -56,6 +57,19 @@ def test_lines_that_are_no_answer_are_skipped(compiler: compile_process.KernelCo
     assert compiler._process is not None, "it still answers"
 
 
+@pytest.mark.parametrize("function", ["socket.socketpair", "subprocess.Popen"])
+def test_a_process_that_cannot_be_started_compiles_nothing(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with too many open files."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EMFILE, "too many")
+
+    monkeypatch.setattr(function, fail)
+    compiler = compile_process.KernelCompiler(1)
+    assert not compiler.request("os", "system", "", [])
+    compiler.close()
+
+
 @pytest.mark.parametrize("is_full", [False, True])
 def test_a_process_that_stands_still_is_ended(
     compiler: compile_process.KernelCompiler, monkeypatch: pytest.MonkeyPatch, is_full: bool
@@ -66,6 +80,7 @@ def test_a_process_that_stands_still_is_ended(
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     if is_full:
+        assert compiler._requests is not None
         compiler._requests.settimeout(0.1)
         with suppress(TimeoutError):
             while True:

@@ -58,14 +58,17 @@ class KernelCompiler:
         self._waiting: dict[int, Future[bool]] = {}  # by the number of the request
         self._launchers: list[Sequence[str]] = []  # types of the arguments of those that were requested
         self.num_requests = 0
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests.settimeout(ANSWER_SECONDS)
+        self._requests: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        with theirs, suppress(OSError):
-            self._process = subprocess.Popen(  # errors are not shown: the same kernel fails here again, with its error
-                [sys.executable, "-P", "-c", PROGRAM, str(processes)], env=os.environ | variables, bufsize=0,
-                stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+        with suppress(OSError):
+            self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._requests.settimeout(ANSWER_SECONDS)
+            with theirs:
+                # Errors are not shown: the same kernel fails here again, with its error.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", PROGRAM, str(processes)], env=os.environ | variables, bufsize=0,
+                    stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
             threading.Thread(
                 target=self._read_answers, args=(self._process,), name="quire-compiler", daemon=True
             ).start()
@@ -103,7 +106,7 @@ class KernelCompiler:
         for them; the answer does not wait for that."""
         answer = Future[bool]()
         with self._lock:
-            if self._process is None:
+            if self._process is None or self._requests is None:
                 return False
             self.num_requests += 1
             self._waiting[self.num_requests] = answer
@@ -128,7 +131,8 @@ class KernelCompiler:
         """End the server. Requests that wait for an answer return False."""
         with self._lock:
             process, self._process = self._process, None
-            self._requests.close()
+            if self._requests is not None:
+                self._requests.close()
         if process is not None:
             process.kill()
             process.wait()
