@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -15,12 +16,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+from waiting import wait_until
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
 from quire.kernels.triton import compile_process
 from quire.startup import build, loader
+
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def test_compiled_there_and_found_here(tmp_path: Path) -> None:
@@ -94,7 +99,7 @@ import os, sys, time
 from pathlib import Path
 from quire.kernels.triton import compile_process
 
-def compile(folder, name):
+def compile(folder, name, *_):
     if name == "lost":
         os._exit(9)
     if name == "failing":
@@ -133,6 +138,29 @@ def test_a_process_compiles_one_kernel_after_another(tmp_path: Path) -> None:
         ours.send(json.dumps([1, str(tmp_path), "lost"]).encode())
         assert server.stdout.read() == b"", "closed by all"
         assert server.wait(10) == 0
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_no_process_is_left_as_a_zombie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_lost: bool) -> None:
+    """If this one, like the process 1 of a container, gets those whose parent has ended."""
+    prctl = ctypes.CDLL(None).prctl
+    monkeypatch.setattr(compile_process, "PROGRAM", SERVER)
+    compiler = compile_process.KernelCompiler(2)
+    server = compiler._process
+    assert server is not None
+    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        assert compiler.request(str(tmp_path), "one", "", [])
+        wait_until(lambda: len(psutil.Process(server.pid).children()) == 2, "both are forked")
+        children = psutil.Process(server.pid).children()
+        if is_lost:
+            assert not compiler.request(str(tmp_path), "lost", "", [])
+        compiler.close()
+        for child in children:
+            with pytest.raises(ChildProcessError):
+                os.waitpid(child.pid, os.WNOHANG)
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 def test_a_launcher_is_requested_once(monkeypatch: pytest.MonkeyPatch) -> None:

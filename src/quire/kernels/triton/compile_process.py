@@ -38,6 +38,7 @@ VERSIONS = ("3.6", "3.7")
 """Versions of Triton whose `serialize_specialization_data`, `preload` and cache keys are those that are used here."""
 PACKAGE = "quire.kernels.triton"
 ANSWER_SECONDS = 180.0  # the longest wait for an answer, the server's imports and earlier requests included
+END_SECONDS = 0.5  # the longest wait for the server to end by itself
 PROGRAM = f"from {__name__} import main; main()"
 STDIN, STDOUT, STDERR = 0, 1, 2
 MAX_REQUEST_BYTES = 2**20
@@ -134,6 +135,9 @@ class KernelCompiler:
             if self._requests is not None:
                 self._requests.close()
         if process is not None:
+            if self.num_requests:  # it may have forked processes, which it ends if it can
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
             process.kill()
             process.wait()
 
@@ -274,10 +278,18 @@ def serve(num_processes: int, request_fd: int, answer_fd: int) -> NoReturn:
     """Fork the processes that carry out requests, when the first is there. End when there are no more requests, or a
     process is lost."""
     select.select([request_fd], [], [])  # most starts have none
+    processes = set[int]()
     for _ in range(num_processes):
-        if os.fork() == 0:
+        process = os.fork()
+        if process == 0:
             _work(request_fd, answer_fd)
-    os.wait()
+        processes.add(process)
+    processes.discard(os.wait()[0])
+    for process in processes:
+        os.kill(process, signal.SIGKILL)
+    with suppress(ChildProcessError):  # there are no more
+        while True:
+            os.wait()  # else they would stay as zombies if the process 1 of a container does not wait for them
     os._exit(0)
 
 
