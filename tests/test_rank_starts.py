@@ -242,6 +242,7 @@ def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, s
         sizes.append(num_bytes)
 
     monkeypatch.setattr(module, "pinned_block", lambda: SimpleNamespace(allocate_in_thread=allocate_in_thread))
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30))
     module.open_gpu(EngineConfig())
     monkeypatch.setattr("os.path.exists", lambda path: path in GPU_DEVICE_FILES)
     for config in (EngineConfig(device="cpu"), EngineConfig(tp=2)):
@@ -251,7 +252,8 @@ def test_a_gpu_is_opened_where_it_may_compute(monkeypatch: pytest.MonkeyPatch, s
     assert calls == list(names[: 1 if status else 4]), "no call follows one that fails"
     for kv, host in (({"kv_gib": 0.25}, True), ({"kv_tokens": 512}, True), ({"swap_gib": 0.0}, True), ({}, False)):
         module.open_gpu(EngineConfig(**kv), host)
-    assert sizes == [1 << 29, 1 << 28, 0, 0, 0]
+    module.open_gpu(EngineConfig(swap_gib=0.51))
+    assert sizes == [1 << 29, 1 << 28, 0, 0, 0, 0], "none if half of the memory is too little"
     monkeypatch.undo()
     if not Path("/dev/nvidiactl").exists():
         assert module._open_first_gpu() is None  # without the library

@@ -15,12 +15,17 @@ from quire.worker import host_pool
 
 
 class Driver:
-    """The functions of CUDA's driver that a block needs. It allocates once `may_go` is set, and fails with `status`."""
+    """The functions of CUDA's driver that a block needs, of a GPU with `free` bytes. It allocates once `may_go` is set,
+    and fails with `status`."""
 
-    def __init__(self, status: int = 0) -> None:
-        self.status, self.may_go, self.blocks = status, threading.Event(), dict[int, Any]()
+    def __init__(self, status: int = 0, free: int = 4096) -> None:
+        self.free, self.status, self.may_go, self.blocks = free, status, threading.Event(), dict[int, Any]()
         self.contexts: list[int | None] = []  # of the calling thread
         self.may_go.set()
+
+    def cuMemGetInfo_v2(self, free: Any, total: Any) -> int:
+        free._obj.value = self.free
+        return 0
 
     def cuMemHostAlloc(self, address: Any, size: ctypes.c_size_t, flags: int) -> int:
         assert self.may_go.wait(10)
@@ -92,6 +97,14 @@ def test_without_a_driver_or_memory_there_is_no_block() -> None:
     driver = Driver()
     assert allocated(driver, 0).take(1000) is None
     assert not driver.blocks
+
+
+def test_no_block_is_larger_than_the_memory_that_it_has_copies_of() -> None:
+    """It would take long to allocate, and be too large for the host pages."""
+    for free, address in ((1000, 1), (999, 0)):
+        driver = Driver(free=free)
+        assert (allocated(driver, 1000).take(1000) is not None) == bool(address)
+        assert len(driver.blocks) == address
 
 
 def test_a_start_on_a_cpu_before_changes_nothing() -> None:

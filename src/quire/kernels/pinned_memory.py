@@ -29,8 +29,9 @@ class PinnedBlock:
         self.address, self.num_bytes = 0, 0  # of the block while no tensor uses it
 
     def allocate_in_thread(self, open_gpu: OpenGPU, num_bytes: int) -> None:
-        """Start a thread that opens the GPU and allocates the block, if it is of more than 0 bytes. The thread does not
-        hold the interpreter's lock. If it fails there is no block. A second call has no effect."""
+        """Start a thread that opens the GPU and allocates the block, if it is of more than 0 bytes and not larger than
+        the GPU's free memory, as no host pages are. The thread does not hold the interpreter's lock. If it fails there
+        is no block. A second call has no effect."""
         if self.thread is None:
             self.is_needed, arguments = True, (open_gpu, num_bytes)
             self.thread = Thread(target=self._allocate, args=arguments, name="quire-gpu", daemon=True)
@@ -40,7 +41,10 @@ class PinnedBlock:
         self.gpu, address = open_gpu(), ctypes.c_void_p()
         if self.gpu is None or not num_bytes or not self.is_needed:
             return
-        if self.gpu[0].cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0) == 0:
+        driver, free, total = self.gpu[0], ctypes.c_size_t(), ctypes.c_size_t()
+        if driver.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)) != 0 or num_bytes > free.value:
+            return
+        if driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0) == 0:
             self._put_back(address.value or 0, num_bytes)
             if not self.is_needed:
                 self.free()

@@ -38,12 +38,13 @@ def preallocate_weights(config: EngineConfig, checkpoint: Checkpoint) -> None:
 def open_gpu(config: EngineConfig, host_pages: bool = True) -> None:
     """If this process may compute on a GPU, start a thread that initializes CUDA's driver and the context of the first
     GPU, without the interpreter's lock. torch then uses this context. With `host_pages` the thread also allocates their
-    pinned memory, as far as their size is known: there are at most as many as pages on the GPU. A second call has no
-    effect."""
+    pinned memory, as far as their size is known: there are at most as many as pages on the GPU. If that is more than
+    half of the available memory it does not, since fewer may be needed. A second call has no effect."""
     if config.device != "cpu" and not config.has_rank_processes and any(map(os.path.exists, GPU_DEVICE_FILES)):
         gib = config.swap_gib if config.kv_gib is None else min(config.swap_gib, config.kv_gib)
-        is_known = host_pages and config.kv_tokens is None
-        pinned_block().allocate_in_thread(_open_first_gpu, int(gib * 2**30) if is_known else 0)
+        num_bytes = int(gib * 2**30) if host_pages and config.kv_tokens is None else 0
+        fits = num_bytes <= psutil.virtual_memory().available // 2
+        pinned_block().allocate_in_thread(_open_first_gpu, num_bytes if fits else 0)
 
 
 def _open_first_gpu() -> tuple[Any, ctypes.c_void_p] | None:
