@@ -23,6 +23,7 @@ from quire.kernels.limits import MAX_SCORED_POSITIONS
 from quire.kernels.triton.compile_process import KernelCompiler, running_compiler
 from quire.models.decoder import one_layer_of_each_kind
 from quire.protocol.device_params import DeviceSamplingParams
+from quire.protocol.model_spec import ModelSpec
 from quire.protocol.step_plan import SeqSlice, SlotInit, StepPlan
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.prompt_lengths import PromptLengths
@@ -49,6 +50,7 @@ class WarmupRunner(Protocol):
     """The parts of a ModelRunner on a GPU that the warm-up uses."""
 
     model: Any
+    spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
     deterministic: bool
@@ -82,6 +84,8 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
         _compile_kernels(runner)
     log.debug("kernels are compiled and loaded")
     torch.cuda.empty_cache()  # memory of the threads
+    if runner.exchange is not None:
+        runner.exchange.measure_sums(runner.spec.hidden, runner.dtype)
     decode_graphs: DecodeGraphs | None = runner.decode_graphs
     mixed_graphs = runner.mixed_graphs
     if decode_graphs is not None:
