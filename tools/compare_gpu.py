@@ -129,7 +129,7 @@ def run_one(args: argparse.Namespace, model: str, engine: str) -> dict[str, Any]
 
 
 def gpu_name() -> str | None:
-    """Return the name of the first GPU. torch would take memory of it."""
+    """Return the name of the first GPU, without torch, which would take some of its memory; None if it is unknown."""
     with suppress(OSError, subprocess.SubprocessError, IndexError):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()[0]

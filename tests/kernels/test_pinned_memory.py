@@ -94,7 +94,8 @@ def test_without_a_driver_or_memory_there_is_no_block() -> None:
     assert not driver.blocks
 
 
-def test_a_start_on_a_cpu_before_changes_nothing() -> None:
+def test_a_block_can_be_allocated_after_free() -> None:
+    """As by the second engine of a process, whose first was on a CPU."""
     driver, block = Driver(), PinnedBlock()
     block.free()
     block.allocate_in_thread(lambda: (driver, ctypes.c_void_p(7)), 1000)
@@ -113,7 +114,7 @@ def test_a_block_that_is_not_needed_any_more_is_freed_by_its_thread() -> None:
 
 
 def test_host_pages_of_a_gpu_are_in_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a GPU that is only a name: what else host pages need of it stands here."""
+    """The GPU is only a name: what host pages need of it is replaced here."""
     driver = Driver()
     block = allocated(driver, 4096)
     monkeypatch.setattr(host_pool, "pinned_block", lambda: block)
