@@ -200,7 +200,8 @@ def prefill(
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert q.stride(2) == 1, "heads are rows of `dim` numbers"
     block_m, block_n, warps, stages, registers = _tile_config(dim, q.element_size(), small)
-    if single and dim <= 128 and group <= 16 and tiles.shape[0] * cache.kv_heads >= MANY_PROGRAMS:
+    many = tiles.shape[0] * cache.kv_heads >= MANY_PROGRAMS
+    if single and many and dim <= 128 and group <= 16 and q.element_size() == 2:  # fp32 might have other bits
         block_m, warps, stages = 16, 1, 2
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
