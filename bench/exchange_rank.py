@@ -104,17 +104,16 @@ class Timed:
             yield
             return
         from quire.distributed import device_exchange
-        from quire.kernels.triton import all_reduce
 
-        former, large = dict(all_reduce.ONE_SHOT_BYTES), device_exchange.NCCL_MIN_BYTES
-        all_reduce.ONE_SHOT_BYTES[self.part.tp_size] = 1 << 40 if SHOTS[name] == 1 else 0
+        ours, large = self.device_exchange, device_exchange.NCCL_MIN_BYTES
+        assert ours is not None, "`_way` finds it missing"
+        peers = ours.peers
+        ours.peers = peers._replace(one_shot_bytes=1 << 40 if SHOTS[name] == 1 else 0)
         device_exchange.NCCL_MIN_BYTES = 1 << 40
         try:
             yield
         finally:
-            all_reduce.ONE_SHOT_BYTES.clear()
-            all_reduce.ONE_SHOT_BYTES.update(former)
-            device_exchange.NCCL_MIN_BYTES = large
+            ours.peers, device_exchange.NCCL_MIN_BYTES = peers, large
 
     def _compile(self, work: Callable[[], object]) -> None:
         """Run `work` so that its kernels are compiled before other ranks wait for this one within a kernel."""

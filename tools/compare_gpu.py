@@ -128,6 +128,14 @@ def run_one(args: argparse.Namespace, model: str, engine: str) -> dict[str, Any]
     return {**outcome, "ready_s": result["ready_s"], "runs": runs}
 
 
+def gpu_name() -> str | None:
+    """Return the name of the first GPU, without torch, which would take some of its memory; None if it is unknown."""
+    with suppress(OSError, subprocess.SubprocessError, IndexError):
+        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()[0]
+    return None
+
+
 def describe_run(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Return a case's name and seed, its seconds, tokens per second, and milliseconds of a step, if there are as many
     steps as tokens in the longest output."""
@@ -214,6 +222,7 @@ def main(argv: list[str]) -> int:
                 if args.out:  # after each, so that a run that is cut off leaves what it measured
                     command = [word.replace(args.vllm, "PYTHON") if args.vllm else word for word in argv]
                     content = document("compare_gpu", "python tools/compare_gpu.py", command, results)
+                    content["machine"]["gpu"] = gpu_name()
                     write(args.out, {**content, "ratios": ratios(results)})
     print(show(results))
     if args.picture:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +120,8 @@ def test_all_parts_on_cpu_ranks(tmp_path: Path) -> None:
 
 
 CPU = torch.device("cpu")
+NONE = torch.empty(0)
+PEERS = reduce.PeerBuffers(NONE, NONE, NONE, 0, 1, 0)
 
 
 class Alone:
@@ -130,11 +131,12 @@ class Alone:
 
     def __init__(self, *wrong: int) -> None:
         self.wrong, self.adds, self.gathers = wrong, 0, 0
+        self.peers = PEERS
         self.most = set[tuple[int, int]]()  # bytes of sums in one phase, and through peers at all
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.adds += 1
-        self.most.add((reduce.ONE_SHOT_BYTES.get(1, -1), device_exchange.NCCL_MIN_BYTES))
+        self.most.add((self.peers.one_shot_bytes, device_exchange.NCCL_MIN_BYTES))
         if self.adds in self.wrong:
             x.view(torch.int16)[-1, -1] ^= 1
         return x
@@ -208,13 +210,9 @@ def test_sums_of_all_sizes_go_the_way_that_is_measured() -> None:
     for way, most in (("one-shot", 1 << 40), ("two-shot", 0)):
         alone = Alone()
         runner = timed(alone)
-        alone.peers = SimpleNamespace()  # as of GPUs
         runner.device_exchange: Any = alone
         runner.warm_up(2, exchange.WAYS.index(way))
         assert alone.most == {(most, 1 << 40)}
         assert runner.found["exact"]
-    assert (1 in reduce.ONE_SHOT_BYTES, reduce.ONE_SHOT_BYTES[2], device_exchange.NCCL_MIN_BYTES) == (
-        False,
-        1 << 40,
-        16 << 20,
-    )
+        assert alone.peers is PEERS
+    assert device_exchange.NCCL_MIN_BYTES == 16 << 20

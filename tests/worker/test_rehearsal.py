@@ -89,7 +89,7 @@ def test_what_fails_beside_others_runs_again_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_capture_that_would_load_a_kernel_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is loaded in a run, not in a capture, whatever the run before has left out."""
+    """The kernel is loaded by a run between two captures, the first of which fails."""
     calls: list[str] = []
     loaded: list[str] = []
     kernel: Any = SimpleNamespace(fn=SimpleNamespace(__name__="kernel"))
@@ -150,7 +150,7 @@ def test_a_model_has_its_layers_again() -> None:
 
 
 def test_steps_of_the_warm_up_run_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a capture among them, which all layers belong to, would not be silent."""
+    """A capture among them fails, because a graph needs all layers."""
     made = build(EngineConfig(device="cpu", kv_tokens=512))
     model, seen = made.engine.runner.model, list[int]()
 

@@ -23,7 +23,7 @@ from quire.errors import QuireError, StartupError
 
 INTERRUPTED = 130
 IN_PROCESS_COMMANDS = ("generate", "chat", "run-batch")
-"""Commands whose engine is in this process."""
+"""Commands that build the engine in this process."""
 CONFIG_HELP = "a YAML file of settings: names of flags without dashes; the command line overrides them"
 # Similarity of an unknown flag to a known one, above which that is suggested, or taken for what was meant.
 SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9
@@ -191,7 +191,7 @@ def _run(args: argparse.Namespace) -> int:
     """Run the function of the command's name in the module of that name."""
     for line in no_effect_notices(args):
         print(line, file=sys.stderr)
-    if args.command in IN_PROCESS_COMMANDS:
+    if args.command in IN_PROCESS_COMMANDS:  # the work needs only settings, and runs while modules are imported
         from quire.cli.flags import config_from
         from quire.startup.loader import start_gpu_work
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from math import log
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 NCCL_MIN_BYTES = 16 << 20
 """Larger sums go through NCCL, or through copy engines where a product is computed in pieces."""
 WARMUP_BYTES = 1 << 20  # `PeerBuffers.copy_bytes` while warming up: room for a row
+MEASURED_ROWS = tuple(4**i for i in range(6))
+"""Rows of the sums that `measure_sums` times."""
+ROW_LIMITS = (0, *(2 * rows for rows in MEASURED_ROWS[:-1]), 1 << 20)
+"""The most rows of a sum in one phase -> by the number of MEASURED_ROWS for which it is faster."""
 
 
 class DeviceExchange:
@@ -127,6 +134,30 @@ class DeviceExchange:
             return True
         return x.nbytes > NCCL_MIN_BYTES and self.nccl is not None and not self.nccl.is_ordered
 
+    def measure_sums(self, size: int, dtype: torch.dtype) -> None:
+        """Time sums of rows of `size` numbers in one phase and in two. From now on use one phase up to the number of
+        bytes that is the best limit for these sums. It depends on the number of ranks and on their links. All ranks
+        call this together, and get the same limit."""
+        if self.peers is None:
+            return
+        if not self.kernels.exchange_shape(self.shard.tp_size, size, dtype.itemsize).one_shot_rows:
+            return  # rows are too long for one phase
+        x, delta = torch.zeros((2, MEASURED_ROWS[-1], size), dtype=dtype, device=self.device)
+        weight = torch.ones(size, dtype=dtype, device=self.device)
+
+        def add(shots: int, rows: int) -> None:
+            self.kernels.all_reduce_norm(
+                self.peers, x[:rows], delta[:rows], weight, None, 1e-5, shots=shots, pdl=self.pdl
+            )
+
+        sums = [[partial(add, shots, rows) for rows in MEASURED_ROWS] for shots in (1, 2)]
+        with self.warming_up():  # compile and load the kernels
+            for call in chain(*sums):
+                call()
+        seconds = torch.tensor([list(map(seconds_of, calls)) for calls in sums], dtype=torch.float32)
+        rows = ROW_LIMITS[fastest_prefix(*self.host_exchange.all_reduce_max(seconds).tolist())]
+        self.peers = self.peers._replace(one_shot_bytes=rows * size * dtype.itemsize)
+
     def check_peers(self) -> None:
         """Raise PeerLost if a kernel waited in vain."""
         if self._error is not None and (missed := int(self._error[0])):
@@ -150,3 +181,32 @@ class DeviceExchange:
                 torch.cuda.synchronize(self.device)
             self.is_warming_up, self.peers = False, peers
             self.host_exchange.barrier(START_FACTOR)
+
+
+def fastest_prefix(first: Sequence[float], second: Sequence[float]) -> int:
+    """Return how many of the times `first` to take, with those of `second` for the rest, so that the product of all
+    times is the least."""
+    products = [0.0]
+    for one, other in zip(first, second):
+        products.append(products[-1] + log(one / other))
+    return products.index(min(products))
+
+
+def seconds_of(call: Callable[[], None], calls: int = 8, replays: int = 2) -> float:
+    """Return the seconds of a call on the GPU in a graph of `calls`: the least of `replays` runs of it."""
+    graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(calls):
+            call()
+        graph.capture_end()
+    graph.replay()
+    least = float("inf")
+    for _ in range(replays):
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        least = min(least, begin.elapsed_time(end) / 1e3 / calls)
+    return least

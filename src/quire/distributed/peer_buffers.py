@@ -13,6 +13,10 @@ from quire.distributed.shared_memory_exchange import SharedMemoryExchange
 from quire.kernels import peer_memory_layout
 from quire.protocol.parallel_layout import Shard
 
+ONE_SHOT_BYTES = {2: 1 << 40, 3: 1 << 20, 4: 1 << 19}
+"""The most bytes of a one-shot sum, by ranks, until a warm-up measures it."""
+ONE_SHOT_BYTES_DEFAULT = 1 << 17  # the same for more ranks
+
 
 def open_peer_buffers(
     shard: Shard, device: torch.device, indices: Sequence[int], host: SharedMemoryExchange, seconds: float
@@ -59,7 +63,15 @@ def open_peer_buffers(
     error_word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
     table = torch.tensor(addresses, dtype=torch.int64, device=device)
     return all_reduce.PeerBuffers(
-        table, counters, error_word, shard.tp_rank, shard.tp_size, polls, tuple(addresses), copy_bytes
+        table,
+        counters,
+        error_word,
+        shard.tp_rank,
+        shard.tp_size,
+        polls,
+        tuple(addresses),
+        copy_bytes,
+        ONE_SHOT_BYTES.get(shard.tp_size, ONE_SHOT_BYTES_DEFAULT),
     ), ""
 
 

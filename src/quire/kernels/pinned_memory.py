@@ -1,5 +1,5 @@
-"""Pinned memory for host pages, which a thread allocates while torch is imported: the driver takes 0.4 s for a GiB
-(H200). Does not import torch at the top.
+"""Pinned memory for host pages. A thread allocates it while torch is imported, because the driver takes 0.4 s for a GiB
+(H200). So this module does not import torch at the top.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OpenGPU = Callable[[], tuple[Any, ctypes.c_void_p] | None]
-"""A function that makes a context of a GPU the thread's. It returns CUDA's driver and the context, or None."""
+"""A function that makes a GPU's context current in the calling thread. It returns CUDA's driver library and the
+context, or None if it fails."""
 
 
 class PinnedBlock:
-    """A block of pinned memory, which one tensor uses at a time. Thread-safe."""
+    """A block of pinned memory, which at most one tensor uses at a time. Thread-safe."""
 
     def __init__(self) -> None:
         self.lock = RLock()  # a garbage collection in a method may free the tensor
         self.thread: Thread | None = None
         self.gpu: tuple[Any, ctypes.c_void_p] | None = None  # CUDA's driver and a context
-        self.is_needed = False
-        self.address, self.num_bytes = 0, 0  # of the block while no tensor uses it
+        self.is_needed = False  # before `allocate_in_thread` and after `free`
+        self.address, self.num_bytes = 0, 0  # of the block; 0 if there is none or a tensor uses it
 
     def allocate_in_thread(self, open_gpu: OpenGPU, num_bytes: int) -> None:
-        """Start a thread that opens the GPU and allocates the block, if it is of more than 0 bytes and not larger than
-        the GPU's free memory, as no host pages are. The thread does not hold the interpreter's lock. If it fails there
-        is no block. A second call has no effect."""
+        """Start a thread that calls `open_gpu` and then allocates `num_bytes` bytes, or nothing if they are 0. It calls
+        the driver without the interpreter's lock. If it fails there is no block. A second call has no effect.
+
+        Nothing is allocated either if the GPU has less free memory: it has at least as many pages as the host."""
         if self.thread is None:
-            self.is_needed, arguments = True, (open_gpu, num_bytes)
-            self.thread = Thread(target=self._allocate, args=arguments, name="quire-gpu", daemon=True)
+            self.is_needed = True
+            self.thread = Thread(target=self._allocate, args=(open_gpu, num_bytes), name="quire-gpu", daemon=True)
             self.thread.start()
 
     def _allocate(self, open_gpu: OpenGPU, num_bytes: int) -> None:
@@ -50,9 +52,10 @@ class PinnedBlock:
                 self.free()
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """Wait for the thread, and return the block's first bytes as a uint8 tensor; once the tensor is freed they can
-        be taken again. Return None if there is no unused block. A block of too few bytes, or of more than torch would
-        allocate, which are the next power of two, is freed."""
+        """Wait for the thread. Return the block's first bytes as a tensor, uint8 [num_bytes], or None if there is no
+        unused block. Once the tensor and its views are deleted, the block can be taken again.
+
+        A block is freed if it is too small, or larger than what torch would allocate: the next power of two."""
         import torch
 
         if self.thread is not None:
@@ -62,7 +65,7 @@ class PinnedBlock:
                 self.free()
             if not self.address:
                 return None
-            array = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)
+            array = (ctypes.c_uint8 * self.num_bytes).from_address(self.address)  # the tensor and its views keep it
             weakref.finalize(array, self._put_back, self.address, self.num_bytes).atexit = False
             self.address, self.num_bytes = 0, 0
         return torch.frombuffer(array, dtype=torch.uint8, count=num_bytes)
@@ -72,7 +75,7 @@ class PinnedBlock:
             self.address, self.num_bytes = address, num_bytes
 
     def free(self) -> None:
-        """Free the block, unless a tensor uses it. If the thread has not allocated it yet, it does not or frees it."""
+        """Free the block, unless a tensor uses it. If the thread still runs, it allocates none or frees it."""
         with self.lock:
             self.is_needed = False
             if self.address and self.gpu is not None:

@@ -142,7 +142,7 @@ class Linear(ShardedModule):
             if not deterministic and linear.supports(self.weight, 1):
                 self.pdl = supports_pdl(self.weight.device)
                 if self.scale is None:
-                    self.small_kernel, self.small_kernel_rows = linear.linear, linear.fastest_rows(self.weight)
+                    self.small_kernel, self.small_kernel_rows = linear.linear, linear.max_fast_rows(self.weight)
                 else:
                     self.small_kernel, self.small_kernel_rows = fp8_linear.fp8_linear_few_rows, fp8_linear.MAX_ROWS
         if self.weight.device.type != "cpu":

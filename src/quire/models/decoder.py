@@ -135,10 +135,11 @@ class Attention(nn.Module):
 
 @contextmanager
 def one_layer_of_each_kind(model: Any) -> Iterator[None]:
-    """Return a context in which `model` has only one layer of each kind, and its last one: enough to load the kernels
-    of a step. Layers of a kind, with weights of equal shapes and dtypes, after layers of one kind, launch the same
-    kernels. All layers stay if the model is no Decoder, if other ranks must run the same, or if weights are in few
-    bits, whose formats may differ."""
+    """Return a context in which `model` has one layer of each kind, and its last layer. A step then loads all kernels.
+
+    Layers launch the same kernels if their settings, those of the layers before them, and the names, shapes and dtypes
+    of their weights are equal. The model keeps all layers if it is not a Decoder, or if it has other ranks, which must
+    run the same. It also keeps them with low-bit weights on a GPU, whose formats are not compared here."""
     if not isinstance(model, Decoder) or model.exchange is not None or any(map(_is_low_bit, model.modules())):
         yield
         return

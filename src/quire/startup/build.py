@@ -162,7 +162,7 @@ def build(config: EngineConfig, progress: bool = False, pool_member: PoolMember 
     try:
         checkpoint = read_checkpoint(config)
         ranks = start_ranks(config, checkpoint)
-        start_gpu_work(config)
+        start_gpu_work(config, host_pages=pool_member is None)
         preallocate_weights(config, checkpoint)
         import_module("torch")
         log.debug("torch is imported")

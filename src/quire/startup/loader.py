@@ -87,17 +87,18 @@ def build_rank_runner(init_message: InitMessage, rank_device: RankDevice | None 
 
 
 def start_gpu_work(config: EngineConfig, host_pages: bool = True) -> None:
-    """If the model may be in this process, on a GPU, start the process that compiles kernels and, unless torch has
-    chosen a GPU, the thread of `open_gpu`. A second call has no effect."""
+    """Start the process that compiles kernels, and the thread of `open_gpu`, if the model may be on a GPU and is not in
+    rank processes. If torch has chosen a GPU, which may not be the first, start no thread. A second call has no effect.
+    """
     if not config.has_rank_processes:
         start_kernel_compiler(config)
-        has_chosen_gpu = getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)  # it may be half imported
-        if not has_chosen_gpu():
+        is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # None: not yet imported
+        if is_initialized is None or not is_initialized():
             open_gpu(config, host_pages)
 
 
 def end_gpu_work() -> None:
-    """End the process that compiles kernels, and free the pinned memory if it is not used."""
+    """End the process that compiles kernels, and free the block of pinned memory unless host pages use it."""
     stop_compiler()
     pinned_block().free()
 

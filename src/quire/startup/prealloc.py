@@ -1,4 +1,7 @@
-"""Prepare memory for packed weights, or open the GPU and pin memory, while torch is imported. No torch here."""
+"""Prepare memory for packed weights, or open the GPU and allocate pinned memory, while torch is imported.
+
+Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,13 @@ def preallocate_weights(config: EngineConfig, checkpoint: Checkpoint) -> None:
 
 
 def open_gpu(config: EngineConfig, host_pages: bool = True) -> None:
-    """If this process may compute on a GPU, start a thread that initializes CUDA's driver and the context of the first
-    GPU, without the interpreter's lock. torch then uses this context. With `host_pages` the thread also allocates their
-    pinned memory, as far as their size is known: there are at most as many as pages on the GPU. If that is more than
-    half of the available memory it does not, since fewer may be needed. A second call has no effect."""
-    if config.device != "cpu" and not config.has_rank_processes and any(map(os.path.exists, GPU_DEVICE_FILES)):
+    """If the model may be on a GPU, start a thread that initializes CUDA's driver and the context of the first GPU,
+    without the interpreter's lock. torch then uses this context. A second call has no effect.
+
+    With `host_pages` the thread also allocates their pinned memory: --swap-gib, but not more than --kv-gib, since there
+    are never more host pages than pages on the GPU. With --kv-tokens the size of those is not known yet. If it is more
+    than half of the available memory the thread does not, since fewer pages may be needed."""
+    if config.device != "cpu" and any(map(os.path.exists, GPU_DEVICE_FILES)):
         gib = config.swap_gib if config.kv_gib is None else min(config.swap_gib, config.kv_gib)
         num_bytes = int(gib * 2**30) if host_pages and config.kv_tokens is None else 0
         fits = num_bytes <= psutil.virtual_memory().available // 2
@@ -48,8 +53,8 @@ def open_gpu(config: EngineConfig, host_pages: bool = True) -> None:
 
 
 def _open_first_gpu() -> tuple[Any, ctypes.c_void_p] | None:
-    """Make the context this thread's. Return the driver's library and the context, or None; failures are left to torch,
-    which reports them."""
+    """Make the first GPU's primary context current in this thread. Return CUDA's driver library and the context. Return
+    None if that fails: torch will report why."""
     with suppress(OSError, AttributeError):  # no such library, as on AMD's GPUs
         driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
         if (

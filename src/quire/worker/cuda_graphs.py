@@ -191,8 +191,8 @@ class GraphCapturer:
         self.stream = torch.cuda.Stream(device)
 
     def capture(self, step: Callable[[], Any]) -> CapturedGraph:
-        """Return a graph of what `step` enqueues, and its result. If it launches a kernel that is not loaded, which may
-        not be loaded during a capture, run it and capture it again."""
+        """Return a graph of what `step` enqueues, and its result. No kernel may be loaded during a capture. If `step`
+        launches one that is not loaded, run it without a capture, which loads the kernel, and capture it again."""
         with suppress(KernelNotLoaded), loading_refused():
             return self._capture(step)
         step()

@@ -63,10 +63,10 @@ class HostPool:
                 _pin(self, raw)
         elif self.device.type == "cpu":  # NumPy's untouched zeros take no memory, torch's do
             raw = torch.from_numpy(np.zeros(host_bytes, dtype=np.uint8))
-        else:
-            block = pinned_block().take(host_bytes)
-            # torch allocates pinned memory in powers of two
-            raw = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True) if block is None else block
+        elif (block := pinned_block().take(host_bytes)) is not None:
+            raw = block
+        else:  # torch allocates pinned memory in powers of two
+            raw = torch.empty(host_bytes, dtype=torch.uint8, pin_memory=True)
         self.host_pages = {
             size: raw[: host_bytes // size * size].view(first.dtype).view(host_bytes // size, -1) for size in pages
         }

@@ -1,8 +1,10 @@
 """The warm-up runs every kind of step once, on scratch memory: kernels are compiled and loaded, graphs are captured and
 the largest step's memory is allocated before the first request.
 
-All rows are padding (slot 0), whose pages and samples are not used. A model of one rank has one layer of each kind. If
-no kernels are cached on disk, compilation is most of the work. So several threads run steps first. They wait for the
+All rows are padding (slot 0), whose pages and samples are not used. Steps that are not captured run one layer of each
+kind (see quire.models.decoder.one_layer_of_each_kind).
+
+If no kernels are cached on disk, compilation is most of the work. So several threads run steps first. They wait for the
 processes that compile (see quire.kernels.triton.compile_process), or compile themselves if there are no such processes.
 """
 
@@ -23,6 +25,7 @@ from quire.kernels.limits import MAX_SCORED_POSITIONS
 from quire.kernels.triton.compile_process import KernelCompiler, running_compiler
 from quire.models.decoder import one_layer_of_each_kind
 from quire.protocol.device_params import DeviceSamplingParams
+from quire.protocol.model_spec import ModelSpec
 from quire.protocol.step_plan import SeqSlice, SlotInit, StepPlan
 from quire.worker.image_inputs import ImageInputs
 from quire.worker.prompt_lengths import PromptLengths
@@ -42,13 +45,15 @@ SAMPLING_KINDS = (  # parameters, and the number of log-probabilities
     (DeviceSamplingParams(temperature=0.0, prompt_logprobs=1), -1),  # last: leaves slot 0 without penalties
 )
 TOKEN_COUNTS = (1, 2, 9, 17, 33, 64, 65)  # tokens of a step: matrix products have different kernels for each
-PROMPT_COUNTS = tuple(1 << i for i in range(8, 16))  # the same, with `--deterministic`
+PROMPT_COUNTS = tuple(1 << i for i in range(8, 16))
+"""More such numbers with `--deterministic`: tiles are chosen by the next power of two. For 65 tokens that is 128."""
 
 
 class WarmupRunner(Protocol):
     """The parts of a ModelRunner on a GPU that the warm-up uses."""
 
     model: Any
+    spec: ModelSpec
     device: torch.device
     dtype: torch.dtype
     deterministic: bool
@@ -82,6 +87,8 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
         _compile_kernels(runner)
     log.debug("kernels are compiled and loaded")
     torch.cuda.empty_cache()  # memory of the threads
+    if runner.exchange is not None:
+        runner.exchange.measure_sums(runner.spec.hidden, runner.dtype)
     decode_graphs: DecodeGraphs | None = runner.decode_graphs
     mixed_graphs = runner.mixed_graphs
     if decode_graphs is not None:
@@ -223,7 +230,8 @@ def _warmup_plans(tokens: int, max_len: int, slots: int, deterministic: bool) ->
 
 
 def _longest_rows(tokens: int, max_len: int, slots: int) -> StepPlan:
-    """Return a plan of `tokens` tokens in as few of `slots` rows as possible."""
+    """Return a plan of `tokens` tokens in as few rows of up to `max_len` as possible, or of as many as `slots` rows
+    have room for."""
     whole, rest = divmod(tokens, max_len)
     return StepPlan((), (), ((_padding_slice(max_len),) * whole + (_padding_slice(rest),) * (rest > 0))[:slots])
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
 from quire.distributed import copy_engine_allreduce, peer_memory
+from quire.distributed.peer_buffers import ONE_SHOT_BYTES, ONE_SHOT_BYTES_DEFAULT
 from quire.kernels import peer_memory_layout
 from quire.kernels.triton import all_reduce, norm
 
@@ -59,7 +60,8 @@ def normed(total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, behind
 def peers_of(rank: int, addresses: Sequence[int], polls: int, more: int) -> all_reduce.PeerBuffers:
     counters, error = torch.zeros(all_reduce.PROGRAMS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     table = torch.tensor(addresses, dtype=torch.int64)
-    return all_reduce.PeerBuffers(table, counters, error, rank, len(addresses), polls, tuple(addresses), more)
+    one_shot = ONE_SHOT_BYTES.get(len(addresses), ONE_SHOT_BYTES_DEFAULT)
+    return all_reduce.PeerBuffers(table, counters, error, rank, len(addresses), polls, tuple(addresses), more, one_shot)
 
 
 class Rank:

@@ -21,9 +21,9 @@ from quire.kernels.triton.linear import (
     MAX_ROWS,
     batch_invariant_gated_linear,
     batch_invariant_linear,
-    fastest_rows,
     gated_linear,
     linear,
+    max_fast_rows,
     supports,
 )
 from quire.kernels.triton.linear_tiles import (
@@ -214,7 +214,7 @@ def test_cublas_divides_the_depth_of_deep_weights(
     size: int, depth: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_multiprocessors", lambda device: 132)
-    assert fastest_rows(torch.empty(size, depth, dtype=torch.bfloat16, device="meta")) == rows
+    assert max_fast_rows(torch.empty(size, depth, dtype=torch.bfloat16, device="meta")) == rows
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter multiplies with NumPy, whose order of summation is its own")
@@ -264,11 +264,15 @@ def test_invariant_gated(rows: int, dtype: torch.dtype) -> None:
      (256, 6144, (128, 128)), (512, 4096, (128, 128)), (512, 6144, (128, 256)), (8192, 28672, (128, 256))],
 )  # fmt: skip
 def test_tiles_of_many_rows_fill_waves(rows: int, size: int, tile: tuple[int, int]) -> None:
-    """Of 132 multiprocessors. The stages of x and weight and half a tile of results fit in shared memory together."""
+    """Of 132 multiprocessors."""
     assert any_rows_tile(rows, size, torch.bfloat16, True, 132)[:2] == tile
-    for each in BULK_TILES:
-        stored = each.rows * each.columns // 2
-        assert 2 * (each.stages * (each.rows + each.columns) * each.depth + stored) <= 232_448, each
+
+
+@pytest.mark.parametrize("tile", BULK_TILES, ids=str)
+def test_bulk_tiles_fit_in_shared_memory(tile: Tile) -> None:
+    """The stages of x and weight, and half a tile of results."""
+    numbers = tile.stages * (tile.rows + tile.columns) * tile.depth + tile.rows * tile.columns // 2
+    assert 2 * numbers <= 232_448
 
 
 @pytest.mark.parametrize("slots", [4, 256])

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from quire.config import EngineConfig
 from quire.distributed import copy_engine_allreduce as module
-from quire.distributed import peer_buffers, peer_memory
+from quire.distributed import device_exchange, peer_buffers, peer_memory
 from quire.distributed.copy_engine_allreduce import (
     CopyEngineAllReduce,
     TwoShotCopyEngineAllReduce,
     make_copy_engine_all_reduce,
 )
-from quire.distributed.device_exchange import WARMUP_BYTES, DeviceExchange
+from quire.distributed.device_exchange import WARMUP_BYTES, DeviceExchange, fastest_prefix
 from quire.kernels.peer_memory_layout import COPY_BYTES, KERNEL_BYTES, copy_region_bytes
 from quire.kernels.triton import copy_engine_allreduce
 from quire.kernels.triton.all_reduce import MAX_PEERS
@@ -316,6 +316,9 @@ class Host:
     def all_gather(self, x: Tensor) -> Tensor:
         return x.expand(self.ranks, *x.shape)
 
+    def barrier(self, factor: float) -> None:
+        """Nobody is late."""
+
 
 def planned(ranks: int) -> int:
     """Bytes that a memory plan has for a rank's exchange."""
@@ -368,3 +371,36 @@ def test_a_driver_that_does_not_say_what_is_reached_is_a_reason(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: True)
     found, why = peer_buffers.open_peer_buffers(Shard(0, 2), CPU, range(2), Host(2), 1.0)  # type: ignore[arg-type]
     assert (found, why) == (None, "libcuda.so.1: no such file")
+
+
+def test_ranks_measure_up_to_how_many_bytes_one_phase_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And agree: the slowest rank counts."""
+    memory = torch.zeros(KERNEL_BYTES, dtype=torch.uint8)
+    peers, timed = peers_of(0, (memory.data_ptr(),) * 4, POLLS, 0), []
+
+    class Others(Host):
+        def all_reduce_max(self, x: Tensor) -> Tensor:
+            return x.maximum(torch.tensor([[0.0] * 6, [45.0] * 6]))
+
+    def seconds_of(call: Any) -> float:
+        shots, rows = call.args
+        timed.append((shots, rows))
+        return rows if shots == 1 else 20 + rows / 2
+
+    monkeypatch.setattr(memory_checker.Bounds, "check", lambda *args: None)
+    monkeypatch.setattr(device_exchange, "seconds_of", seconds_of)
+    exchange = DeviceExchange(Shard(0, 4), CPU, Others(4), peers, None)  # type: ignore[arg-type]
+    before = peers.counters.clone()
+    exchange.measure_sums(16, torch.float32)
+    assert timed == [(shots, rows) for shots in (1, 2) for rows in (1, 4, 16, 64, 256, 1024)]
+    assert exchange.peers.one_shot_bytes == 32 * 16 * 4, "16 rows take 16 in one phase and 45 in two; 64 rows 64 and 52"
+    assert torch.equal(peers.counters, before), "compiling counts as no call"
+    DeviceExchange(Shard(0, 4), CPU, Others(4), None, object()).measure_sums(16, torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"),
+    [([1, 2, 9], [2, 3, 4], 2), ([3, 1, 9], [2, 3, 4], 2), ([3, 4], [1, 1], 0), ([1, 1], [1, 2], 2), ([], [], 0)],
+)
+def test_the_fastest_prefix_forgives_a_time_that_is_off(first: list[int], second: list[int], count: int) -> None:
+    assert fastest_prefix(first, second) == count

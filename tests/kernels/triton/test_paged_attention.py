@@ -420,8 +420,8 @@ def test_small_and_large_tiles_give_the_same_bits(heads, more, dtype) -> None:
     assert torch.equal(single, results[0])
 
 
-@TYPES
-def test_tiles_of_one_query_equal_dense_attention(dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_one_query_equal_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.float16  # the tiles of fp32 are as without `single`
     shape, chunks = Shape(), ((0, 40), (70, 1), (16, 3))
     memory = filled(shape, tuple(map(sum, chunks)), dtype)
     q = random(sum(n for _, n in chunks), shape.heads, shape.dim, dtype=dtype, seed=99)

@@ -35,8 +35,6 @@ from quire.kernels.triton.norm import add_residual, normalize, num_warps_for
 REGISTERS = 128  # the most of a thread, so that two programs of up to 8 warps fit in a multiprocessor
 POLLS = 1 << 20  # polls of a flag in a second, about
 ABORT_POLLS = tl.constexpr(4096)  # polls between two checks whether another program has stored an error
-ONE_SHOT_BYTES = {2: 1 << 40, 3: 1 << 20, 4: 1 << 19}  # the most bytes of a one-shot sum, by ranks
-ONE_SHOT_BYTES_DEFAULT = 1 << 17  # the same for more ranks
 GATHER_WORDS = 1024  # words that a program gathers at once
 
 
@@ -44,7 +42,8 @@ class PeerBuffers(NamedTuple):
     """One rank's access to all exchange memories. `table` [ranks] int64 holds their addresses as this rank reaches
     them, and `addresses` the same for the host. `counters` [PROGRAMS] int64 are this rank's calls, initially zeros.
     `error` [1] int64 is 1 + the rank that did not answer in time, or 0. `polls` is how often a flag is polled. After
-    peer_memory_layout.KERNEL_BYTES there are `copy_bytes` bytes for copy_engine_pair and copy_engine_allreduce."""
+    peer_memory_layout.KERNEL_BYTES there are `copy_bytes` bytes for copy_engine_pair and copy_engine_allreduce. Sums of
+    up to `one_shot_bytes` bytes are one-shot, if a row is short enough, and larger ones two-shot."""
 
     table: Tensor
     counters: Tensor
@@ -54,6 +53,7 @@ class PeerBuffers(NamedTuple):
     polls: int
     addresses: tuple[int, ...] = ()
     copy_bytes: int = 0
+    one_shot_bytes: int = 1 << 17
 
 
 @triton.jit
@@ -344,8 +344,7 @@ def _reduce(
     shape = exchange_shape(ranks, size, itemsize)
     assert shape.two_shot_rows, f"a row of {size} numbers is too long"
     if not shots:
-        one_shot_bytes = ONE_SHOT_BYTES.get(ranks, ONE_SHOT_BYTES_DEFAULT)
-        shots = 1 if shape.one_shot_rows and rows * size * itemsize <= one_shot_bytes else 2
+        shots = 1 if shape.one_shot_rows and rows * size * itemsize <= peers.one_shot_bytes else 2
     fit = shape.one_shot_rows if shots == 1 else shape.two_shot_rows
     block = power_of_2(size)
     options: dict[str, int] = {"num_warps": num_warps_for(block), "launch_pdl": pdl}

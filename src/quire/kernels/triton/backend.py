@@ -64,8 +64,8 @@ class TritonAttentionPlan:
 class CapturedBatch(NamedTuple):
     """A step that a graph captures, on the device, with padding of slot 0. Tokens: `token_slots` and `positions` [T].
     Rows of one token: `slots`, `lengths` and their query indices `rows` [D], -1 for padding (None: of all tokens).
-    Other rows are in `tiles`, by the queries of a tile; or if one kernel computes rows of one token too, these are.
-    `prompts` [slots] only where layers have budgets."""
+    `tiles`: a dict has those of the other rows, by the queries of a tile; a tensor has one for each row of one token,
+    with `deterministic`. `prompts` [slots] only where layers have budgets."""
 
     token_slots: Tensor
     positions: Tensor

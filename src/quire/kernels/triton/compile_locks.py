@@ -72,11 +72,12 @@ class KernelNotLoaded(Exception):
 
 @contextmanager
 def loading_refused() -> Iterator[None]:
-    """Return a context in which a launch by this thread of a kernel that is not loaded raises KernelNotLoaded."""
-    do_compile, threads = JITFunction._do_compile, {threading.get_ident()}
+    """Return a context in which KernelNotLoaded is raised if this thread launches a kernel that is not loaded."""
+    do_compile = JITFunction._do_compile
+    thread: int | None = threading.get_ident()
 
     def refuse(self: Any, *arguments: Any, **options: Any) -> Any:
-        if threading.get_ident() in threads:
+        if threading.get_ident() == thread:
             raise KernelNotLoaded(self.fn.__name__)
         return do_compile(self, *arguments, **options)
 
@@ -84,7 +85,7 @@ def loading_refused() -> Iterator[None]:
     try:
         yield
     finally:
-        threads.clear()  # another engine's thread may have patched Triton in between, and put this patch back
+        thread = None  # another engine's thread may have patched Triton meanwhile, and may put `refuse` back later
         JITFunction._do_compile = do_compile
 
 

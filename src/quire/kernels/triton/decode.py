@@ -188,10 +188,9 @@ def _decode(
     CAPPED: tl.constexpr, BLOCK: tl.constexpr, CONTIGUOUS: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one head and part of a tile of up to SHARED rows a program: GROUP queries of each row. VALUES_AFTER:
-    offset in numbers from a key to its value; None: values are in another buffer, at `values`. The number of parts is
-    no constant, since each would be another kernel to compile."""
+    offset in numbers from a key to its value; None: values are in another buffer, at `values`."""
     head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(1)
+    splits = tl.num_programs(1)  # not a constant, because each number would be another kernel to compile
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -64,8 +64,8 @@ class FastLauncher:
 
 def argument_kind(x: Any) -> Any:
     """Return all properties of an argument, not constexpr, on which a compiled kernel may depend: for a tensor its type
-    and whether its address is a multiple of 16, for a descriptor the type and the block, for an integer whether it is 1
-    or a multiple of 16, and its width."""
+    and whether its address is a multiple of 16, for a tensor descriptor its type and block shape, for an integer
+    whether it is 1 or a multiple of 16, and its width."""
     if isinstance(x, Tensor):
         return x.dtype, x.data_ptr() % 16 == 0
     if isinstance(x, TensorDescriptor):

@@ -28,7 +28,7 @@ from quire.kernels.triton.linear_tiles import SCALE_GROUP, any_rows_tile, bulk_i
 from quire.kernels.triton.tiles import Tile
 
 MAX_ROWS = 32  # at 64 cuBLAS is faster on an H200, except for the head
-MAX_PDL_ROWS = 256  # prompts take 4 to 5 % longer if the kernel after one of their products starts early
+MAX_PDL_ROWS = 256  # if the kernel after a product of more rows starts early, prompts take 4 to 5 % longer
 MIN_SHARED_MEMORY = 200_000  # bytes that the largest tiles need
 E4M3 = torch.float8_e4m3fn
 
@@ -40,10 +40,11 @@ def supports(weight: Tensor, rows: int) -> bool:
     return half and dense and rows <= MAX_ROWS and shared_memory(weight.device) >= MIN_SHARED_MEMORY
 
 
-def fastest_rows(weight: Tensor) -> int:
-    """Return the most rows for which `linear` is faster than cuBLAS, for a weight in 16 bits. cuBLAS divides the depth
-    between programs. That is faster for deep weights for which the tiles of more than 16 rows leave half the
-    multiprocessors idle: 33 us instead of 41 for 32 rows and [4096, 14336] on an H200."""
+def max_fast_rows(weight: Tensor) -> int:
+    """Return the most rows for which `linear` is faster than cuBLAS, for a weight [size, depth] in 16 bits.
+
+    cuBLAS divides the depth among programs. From 17 rows on this is faster for a deep weight whose tiles occupy at most
+    half of the multiprocessors: 33 us instead of 41 for 32 rows and [4096, 14336] on an H200."""
     size, depth = weight.shape
     programs = cdiv(size, _few_rows_tile(MAX_ROWS, weight).columns)
     return 16 if depth > 8192 and 2 * programs <= _multiprocessors(weight.device) else MAX_ROWS

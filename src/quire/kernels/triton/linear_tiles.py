@@ -59,15 +59,16 @@ def _shape_class(size: int, depth: int, fp8: bool) -> str:
 
 
 def bulk_is_faster(rows: int, size: int) -> bool:
-    """Return True if `batch_invariant_linear` should use bulk copies, if they are possible: below 65 rows narrower
-    tiles, which are read without them, are faster for all but the largest weights."""
+    """Return True if `batch_invariant_linear` should use bulk copies where it can, for a weight [size, K]. Up to 64
+    rows the narrower tiles without them are faster, unless the weight is large."""
     return rows > 64 or size > 8192
 
 
 def any_rows_tile(rows: int, size: int, dtype: torch.dtype, bulk: bool, programs: int) -> Tile:
-    """Return the tile of `batch_invariant_linear` for x [rows, K] and a weight [size, K] of `dtype`. With Hopper's
-    `bulk` copies it is the tile with which `programs` programs, one for each multiprocessor, take the least time for
-    the next power of two of rows: a warm-up tries these numbers."""
+    """Return the tile of `batch_invariant_linear` for x [rows, K] and a weight [size, K] of `dtype`.
+
+    With Hopper's `bulk` copies it is the tile with which `programs` programs, one for each multiprocessor, take the
+    least time. Rows are first rounded up to a power of two, so that a warm-up with these numbers runs every tile."""
     if dtype == torch.float32:
         return Tile(32, 32, 32, 2, 4)
     if bulk:

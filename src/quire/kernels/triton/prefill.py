@@ -28,7 +28,8 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import power_of_2
 
 MANY_PROGRAMS = 512
-"""Programs, more than an H200 runs at once, from which on programs of one warp are faster for rows of one token."""
+"""For so many programs or more, those of one warp are faster for rows of one token: an H200 does not run as many larger
+programs at once."""
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int, small: bool = False) -> int:
@@ -187,8 +188,9 @@ def prefill(
     With `bidirectional` the position of a tile is that of the last key that its queries see; they see all up to it,
     or with `in_window` those from their windows on. A fifth number of a tile is the position of its first query.
 
-    The keys and values of all queries must be in their pages. `small` tiles waste less on rows of one token; with
-    `single` all are such rows. The bits of a query's result depend on nothing else of the step.
+    The keys and values of all queries must be in their pages. `small` tiles waste less on rows of one token.
+    `single`: all rows have one token. The step's other queries do not change the bits of a query's result. In 16 bits,
+    neither do `small` and `single`.
 
     pdl: programmatic dependent launch, on GPUs of capability 9 and more.
     """
@@ -198,7 +200,8 @@ def prefill(
     assert out.stride()[1:] == (dim, 1), "a token's results are contiguous"
     assert q.stride(2) == 1, "heads are rows of `dim` numbers"
     block_m, block_n, warps, stages, registers = _tile_config(dim, q.element_size(), small)
-    if single and max(dim, 8 * group) <= 128 and tiles.shape[0] * cache.kv_heads >= MANY_PROGRAMS:
+    many = tiles.shape[0] * cache.kv_heads >= MANY_PROGRAMS
+    if single and many and dim <= 128 and group <= 16 and q.element_size() == 2:  # fp32 might have other bits
         block_m, warps, stages = 16, 1, 2
     assert group <= block_m, "more query heads a key head than a tile has rows"
     _prompt[(tiles.shape[0] * cache.kv_heads,)](
