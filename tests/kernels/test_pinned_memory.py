@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.kernels import pinned_memory
 from quire.kernels.pinned_memory import PinnedBlock
 from quire.worker import host_pool
 
@@ -105,6 +106,26 @@ def test_no_block_is_larger_than_the_memory_that_it_has_copies_of() -> None:
     driver = Driver(free=999)
     assert allocated(driver, 1000).take(1000) is None
     assert not driver.blocks
+
+
+def test_two_engines_that_start_at_once_allocate_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, block = Driver(), PinnedBlock()
+    other = threading.Thread(target=lambda: start(), daemon=True)
+
+    def start() -> None:
+        block.allocate_in_thread(lambda: (driver, ctypes.c_void_p(7)), 1000)
+
+    def make_thread(**arguments: Any) -> threading.Thread:
+        if other.ident is None:
+            other.start()
+            other.join(0.1)  # it waits, or it is too late
+        return threading.Thread(**arguments)
+
+    monkeypatch.setattr(pinned_memory, "Thread", make_thread)
+    start()
+    other.join(10)
+    assert block.take(1000) is not None
+    assert len(driver.blocks) == 1
 
 
 def test_a_block_can_be_allocated_after_free() -> None:

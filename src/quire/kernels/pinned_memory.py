@@ -34,10 +34,11 @@ class PinnedBlock:
         the driver without the interpreter's lock. If it fails there is no block. A second call has no effect.
 
         Nothing is allocated either if the GPU has less free memory: it has at least as many pages as the host."""
-        if self.thread is None:
-            self.is_needed = True
-            self.thread = Thread(target=self._allocate, args=(open_gpu, num_bytes), name="quire-gpu", daemon=True)
-            self.thread.start()
+        with self.lock:
+            if self.thread is None:
+                self.is_needed, arguments = True, (open_gpu, num_bytes)
+                self.thread = Thread(target=self._allocate, args=arguments, name="quire-gpu", daemon=True)
+                self.thread.start()
 
     def _allocate(self, open_gpu: OpenGPU, num_bytes: int) -> None:
         self.gpu, address = open_gpu(), ctypes.c_void_p()
