@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,6 +222,21 @@ def test_how_many_are_compiled_at_once(made: list[StandIn], monkeypatch: pytest.
     monkeypatch.setattr(loader, "GPU_DEVICE_FILES", ())
     loader.start_kernel_compiler(EngineConfig())
     assert [one.processes for one in made] == [16, 10, 3], "with fewer cores none is started"
+
+
+def test_two_engines_that_start_at_once_have_one(made: list[StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    def make(processes: int) -> StandIn:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.1)
+        return StandIn(processes)
+
+    monkeypatch.setattr(compile_process, "KernelCompiler", make)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_process.start_compiler, (3, 3)))
+    compile_process.stop_compiler()
+    assert [one.closed for one in made] == [True], "another would never end"
 
 
 @pytest.mark.parametrize("error", [None, StartupError("no")])

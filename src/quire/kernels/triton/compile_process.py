@@ -168,12 +168,14 @@ def hash_triton() -> threading.Thread:
 
 
 _compiler: KernelCompiler | None = None  # of this process
+_compiler_lock = threading.Lock()
 
 
 def start_compiler(processes: int) -> None:
     """Start this process's KernelCompiler, unless it runs."""
     global _compiler
-    _compiler = _compiler or KernelCompiler(processes)
+    with _compiler_lock:
+        _compiler = _compiler or KernelCompiler(processes)
 
 
 def running_compiler() -> KernelCompiler | None:
@@ -184,9 +186,10 @@ def running_compiler() -> KernelCompiler | None:
 def stop_compiler() -> None:
     """End this process's KernelCompiler, if it runs."""
     global _compiler
-    if _compiler is not None:
-        _compiler.close()
-        _compiler = None
+    with _compiler_lock:
+        compiler, _compiler = _compiler, None
+    if compiler is not None:
+        compiler.close()
 
 
 def _is_on_disk(source: Any, backend: Any, options: Any) -> bool:
