@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from quire.config import EngineConfig
 from quire.errors import StartupError
-from quire.kernels.triton.compile_locks import loading_refused
+from quire.kernels.triton.compile_locks import compile_once, loading_refused
 from quire.layers.linear import Linear
 from quire.models.decoder import one_layer_of_each_kind
 from quire.models.vision import VisionSettings, build_encoder
@@ -125,6 +125,29 @@ def test_a_capture_that_would_load_a_kernel_is_made_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(JITFunction, "_do_compile", theirs)
     step("fifth")
     assert loaded[3:] == ["fifth"]
+
+
+def test_a_kernel_is_loaded_once_though_tables_of_kernels_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another thread, also the first to launch it, made the table while this one compiles."""
+    loads: list[str] = []
+    function: Any = SimpleNamespace(cache_key="function", hash="known", fn=_no_kernel, device_caches={0: ({},)})
+
+    def load(self: Any, key: str, signature: Any, device: int) -> str:
+        loads.append(key)
+        self.device_caches[device] = ({},)
+        return f"compiled {key}"
+
+    monkeypatch.setattr(JITFunction, "_do_compile", load)
+    with compile_once():
+        for key in ("a", "b", "a"):
+            function.device_caches[0] = ({},)
+            assert JITFunction._do_compile(function, key, None, 0) == f"compiled {key}"
+            assert function.device_caches[0][0][key] == f"compiled {key}"
+    assert loads == ["a", "b"]
+
+
+def _no_kernel() -> None:
+    """Has no code that a kernel would have."""
 
 
 def test_a_model_has_its_layers_again() -> None:

@@ -46,18 +46,23 @@ def serialize_module_loading() -> None:
 @contextmanager
 def compile_once(compiler: KernelCompiler | None = None) -> Iterator[None]:
     """Return a context in which a kernel is compiled once: of the threads and processes in it that share a cache on
-    disk, one compiles the kernel, and the others wait until it is in the cache. `compiler` compiles it, if given."""
-    do_compile = JITFunction._do_compile
+    disk, one compiles the kernel, and the others wait until it is in the cache. `compiler` compiles it, if given.
+
+    If several threads are the first to launch a kernel, each may make Triton's table of its compiled kinds, and the
+    last one stays. So what was compiled is kept here too."""
+    do_compile, compiled = JITFunction._do_compile, dict[Any, Any]()
 
     def compile_locked(self: Any, key: Any, signature: Any, device: Any, *arguments: Any, **options: Any) -> Any:
         fix_cache_key(self)
         with _compile_lock(f"{self.cache_key} {key}"):
-            loaded = self.device_caches[device][0]
-            if key not in loaded:  # else another thread was first
+            name = id(self), device, key
+            kernel = compiled.get(name) or self.device_caches[device][0].get(key)
+            if kernel is None:  # else another thread was first
                 if compiler is not None:
                     compiler.compile(self, key, signature, device, *arguments, **options)
-                do_compile(self, key, signature, device, *arguments, **options)
-            return loaded.get(key)
+                kernel = do_compile(self, key, signature, device, *arguments, **options)
+            compiled[name] = self.device_caches[device][0][key] = kernel
+            return kernel
 
     JITFunction._do_compile = compile_locked
     try:
