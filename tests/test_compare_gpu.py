@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import has_ended, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))  # scripts, not a part of the package
 
@@ -56,6 +57,15 @@ def test_a_process_that_is_killed(tmp_path: Path) -> None:
     killed.chmod(0o755)
     args = compare_gpu.make_parser().parse_args(["llama-125m", "--vllm", str(killed), "--workloads", "fixed:8:4@1"])
     assert compare_gpu.run_one(args, "llama-125m", "vllm")["error"] == "ended with exit status -9"
+
+
+def test_an_engine_that_takes_too_long_ends_with_its_processes(tmp_path: Path) -> None:
+    slow, child = tmp_path / "python", tmp_path / "child"
+    slow.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {child}\nwait\n")
+    slow.chmod(0o755)
+    args = compare_gpu.make_parser().parse_args(["llama-125m", "--vllm", str(slow), "--timeout", "1"])
+    assert compare_gpu.run_one(args, "llama-125m", "vllm")["error"] == "took more than 1.0 s"
+    wait_until(lambda: has_ended(int(child.read_text())), "the child has ended")
 
 
 @pytest.mark.parametrize(

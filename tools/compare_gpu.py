@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -112,9 +114,15 @@ def run_one(args: argparse.Namespace, model: str, engine: str) -> dict[str, Any]
         python = sys.executable if engine == "quire" else args.vllm
         with log.open("w") as file:
             command = [python, HERE / "compare_gpu_worker.py", job_file, result_file]
+            process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
             status: int | None = None  # it took too long
-            with suppress(subprocess.TimeoutExpired):
-                status = subprocess.run(command, stdout=file, stderr=file, timeout=args.timeout, check=False).returncode
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    status = process.wait(args.timeout)
+            finally:
+                with suppress(ProcessLookupError):  # the engine's other processes end too
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         outcome: dict[str, Any] = {"model": model, "engine": engine}
         if status:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
