@@ -286,3 +286,12 @@ def test_the_flag_is_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_arguments(["serve", *flags])
     assert "Unknown argument '--device-gib'" in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_here_names_the_flag_for_other_devices() -> None:
+    with pytest.raises(StartupError) as raised:
+        describe_memory_plan(EngineConfig.of(model_config="opt-175b", device="cpu"))
+    assert raised.value.remedy.endswith("or --device-gib to plan for another device")
+    with pytest.raises(StartupError) as raised:
+        describe_memory_plan(EngineConfig.of(model_config="opt-175b"), device_gib=80.0)
+    assert "--device-gib" not in raised.value.remedy

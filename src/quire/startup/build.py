@@ -110,10 +110,16 @@ def describe_memory_plan(config: EngineConfig, device_gib: float | None = None) 
         None if device_gib is None else int(device_gib * GIB) // (config.world_size if device == "cpu" else 1)
     )
     spec, draft = checkpoint.pool_spec, _draft_sizes(config, checkpoint, dtype, device, absent)
-    plan = plan_memory(config, spec, checkpoint.name, dtype, ITEMSIZE[dtype], device, saved, absent_bytes, draft=draft)
-    pages = describe_pages(config, spec, ITEMSIZE[dtype], plan)
+    itemsize = ITEMSIZE[dtype]
+    try:
+        plan = plan_memory(config, spec, checkpoint.name, dtype, itemsize, device, saved, absent_bytes, draft=draft)
+    except StartupError as error:
+        if absent:
+            raise
+        raise StartupError(error.cause, f"{error.remedy}, or --device-gib to plan for another device") from error
+    pages = describe_pages(config, spec, itemsize, plan)
     if config.memory == "virtual":  # pages and buffers aren't always filled
-        size = MemorySize(plan.kv_tokens, plan.max_len, ITEMSIZE[dtype], plan.kv_bytes)
+        size = MemorySize(plan.kv_tokens, plan.max_len, itemsize, plan.kv_bytes)
         plan = plan._replace(kv_tokens=virtual_capacity_tokens(build_memory(config, spec, size).kv_config))
     if absent:
         plan = plan._replace(device=f"{device} (--device-gib)")
