@@ -28,8 +28,7 @@ from quire.kernels.triton.fast_launch import fast_launch
 from quire.kernels.triton.launch import power_of_2
 
 MANY_PROGRAMS = 512
-"""For so many programs or more, those of one warp are faster for rows of one token: an H200 does not run as many larger
-programs at once."""
+"""From this many programs on, those of one warp are faster for rows of one token. An H200 runs fewer at once."""
 
 
 def tile_queries(heads: int, kv_heads: int, head_dim: int, itemsize: int, small: bool = False) -> int:
