@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from waiting import IDLE
 
-import quire.cli
 from quire.config import EngineConfig
 from quire.distributed import rank_devices, remote_runner
 from quire.distributed.rank_handle import RankLaunchThread
@@ -268,18 +267,6 @@ def test_a_gpu_that_torch_has_chosen_is_not_opened_by_its_number(monkeypatch: py
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     loader.start_gpu_work(EngineConfig())
     assert started == [EngineConfig(), False, EngineConfig()]
-
-
-def test_commands_that_build_the_engine_start_gpu_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[str] = []
-    monkeypatch.setattr(loader, "start_gpu_work", lambda config: started.append(config.device))
-    run = SimpleNamespace(**dict.fromkeys(("generate", "chat", "run_batch", "plan", "env"), lambda args: 0))
-    monkeypatch.setattr(quire.cli, "import_module", lambda name: run)
-    for command in ("plan", "env", "generate", "chat"):
-        assert quire.cli.main([command, *["--device", "cpu"] * (command != "env")]) == 0
-    assert started == ["cpu", "cpu"]
-    quire.cli.main(["run-batch", "-i", "a", "-o", "b"])
-    assert started == ["cpu", "cpu", "auto"]
 
 
 def test_a_start_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,6 @@ from quire.cli.vllm_flags import no_effect_notices, unsupported_reason
 from quire.errors import QuireError, StartupError
 
 INTERRUPTED = 130
-IN_PROCESS_COMMANDS = ("generate", "chat", "run-batch")
-"""Commands that build the engine in this process."""
 CONFIG_HELP = "a YAML file of settings: names of flags without dashes; the command line overrides them"
 # Similarity of an unknown flag to a known one, above which that is suggested, or taken for what was meant.
 SUGGEST_RATIO, MISSPELT_RATIO = 0.8, 0.9
@@ -191,11 +189,6 @@ def _run(args: argparse.Namespace) -> int:
     """Run the function of the command's name in the module of that name."""
     for line in no_effect_notices(args):
         print(line, file=sys.stderr)
-    if args.command in IN_PROCESS_COMMANDS:  # the work needs only settings, and runs while modules are imported
-        from quire.cli.flags import config_from
-        from quire.startup.loader import start_gpu_work
-
-        start_gpu_work(config_from(args))
     name = args.command.replace("-", "_")
     run: Callable[[argparse.Namespace], int] = getattr(import_module(f"quire.cli.{name}"), name)
     return run(args)

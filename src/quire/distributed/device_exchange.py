@@ -28,8 +28,9 @@ NCCL_MIN_BYTES = 16 << 20
 WARMUP_BYTES = 1 << 20  # `PeerBuffers.copy_bytes` while warming up: room for a row
 MEASURED_ROWS = tuple(4**i for i in range(6))
 """Rows of the sums that `measure_sums` times."""
+CALLS = 8  # of a sum in a graph
 ROW_LIMITS = (0, *(2 * rows for rows in MEASURED_ROWS[:-1]), 1 << 20)
-"""The most rows of a sum in one phase -> by the number of MEASURED_ROWS for which it is faster."""
+"""If one phase is faster for the first n of MEASURED_ROWS, sums of up to ROW_LIMITS[n] rows take it."""
 
 
 class DeviceExchange:
@@ -47,7 +48,7 @@ class DeviceExchange:
         assert peers is not None or nccl is not None, "ranks need peer access or NCCL"
         self.shard, self.device, self.host_exchange, self.nccl = shard, device, host_exchange, nccl
         self.peers, self._error = peers, None if peers is None else peers.error
-        self.is_warming_up, self.pdl = False, False
+        self.is_warming_up, self.has_measured, self.pdl = False, False, False
         self.copy_engine: CopyEngineAllReduce | None = None
         if peers is not None:
             from quire.kernels.triton import all_reduce as reduce
@@ -134,12 +135,13 @@ class DeviceExchange:
             return True
         return x.nbytes > NCCL_MIN_BYTES and self.nccl is not None and not self.nccl.is_ordered
 
-    def measure_sums(self, size: int, dtype: torch.dtype) -> None:
+    def measure_sums(self, size: int, dtype: torch.dtype, capture: Callable[[Callable[[], Any]], Any]) -> None:
         """Time sums of rows of `size` numbers in one phase and in two. From now on use one phase up to the number of
         bytes that is the best limit for these sums. It depends on the number of ranks and on their links. All ranks
-        call this together, and get the same limit."""
-        if self.peers is None:
+        call this together, and get the same limit. `capture`: of a GraphCapturer. A second call has no effect."""
+        if self.peers is None or self.has_measured:
             return
+        self.has_measured = True
         if not self.kernels.exchange_shape(self.shard.tp_size, size, dtype.itemsize).one_shot_rows:
             return  # rows are too long for one phase
         x, delta = torch.zeros((2, MEASURED_ROWS[-1], size), dtype=dtype, device=self.device)
@@ -154,7 +156,7 @@ class DeviceExchange:
         with self.warming_up():  # compile and load the kernels
             for call in chain(*sums):
                 call()
-        seconds = torch.tensor([list(map(seconds_of, calls)) for calls in sums], dtype=torch.float32)
+        seconds = torch.tensor([[seconds_of(call, capture) for call in calls] for calls in sums], dtype=torch.float32)
         rows = ROW_LIMITS[fastest_prefix(*self.host_exchange.all_reduce_max(seconds).tolist())]
         self.peers = self.peers._replace(one_shot_bytes=rows * size * dtype.itemsize)
 
@@ -192,21 +194,21 @@ def fastest_prefix(first: Sequence[float], second: Sequence[float]) -> int:
     return products.index(min(products))
 
 
-def seconds_of(call: Callable[[], None], calls: int = 8, replays: int = 2) -> float:
-    """Return the seconds of a call on the GPU in a graph of `calls`: the least of `replays` runs of it."""
-    graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(calls):
+def seconds_of(call: Callable[[], None], capture: Callable[[Callable[[], Any]], Any]) -> float:
+    """Return the seconds of a call on the GPU, in a graph of CALLS: the least of three replays."""
+
+    def repeat() -> None:
+        for _ in range(CALLS):
             call()
-        graph.capture_end()
-    graph.replay()
+
+    with torch.inference_mode():
+        graph = capture(repeat).graph
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     least = float("inf")
-    for _ in range(replays):
+    for _ in range(3):
         begin.record()
         graph.replay()
         end.record()
         end.synchronize()
-        least = min(least, begin.elapsed_time(end) / 1e3 / calls)
+        least = min(least, begin.elapsed_time(end) / 1e3 / CALLS)
     return least

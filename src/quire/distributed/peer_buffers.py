@@ -62,16 +62,9 @@ def open_peer_buffers(
     # The host reads this without asking the device.
     error_word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
     table = torch.tensor(addresses, dtype=torch.int64, device=device)
+    one_shot = ONE_SHOT_BYTES.get(shard.tp_size, ONE_SHOT_BYTES_DEFAULT)
     return all_reduce.PeerBuffers(
-        table,
-        counters,
-        error_word,
-        shard.tp_rank,
-        shard.tp_size,
-        polls,
-        tuple(addresses),
-        copy_bytes,
-        ONE_SHOT_BYTES.get(shard.tp_size, ONE_SHOT_BYTES_DEFAULT),
+        table, counters, error_word, shard.tp_rank, shard.tp_size, polls, tuple(addresses), copy_bytes, one_shot
     ), ""
 
 

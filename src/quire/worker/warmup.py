@@ -87,11 +87,11 @@ def warm_up(runner: WarmupRunner, max_tokens: int, max_len: int) -> None:
         _compile_kernels(runner)
     log.debug("kernels are compiled and loaded")
     torch.cuda.empty_cache()  # memory of the threads
-    if runner.exchange is not None:
-        runner.exchange.measure_sums(runner.spec.hidden, runner.dtype)
     decode_graphs: DecodeGraphs | None = runner.decode_graphs
     mixed_graphs = runner.mixed_graphs
     if decode_graphs is not None:
+        if runner.exchange is not None:
+            runner.exchange.measure_sums(runner.spec.hidden, runner.dtype, decode_graphs.capturer.capture)
         with torch.inference_mode():
             for size in reversed(decode_graphs.capture_sizes):
                 for has_images in decode_graphs.image_variants:

@@ -382,7 +382,8 @@ def test_ranks_measure_up_to_how_many_bytes_one_phase_is_faster(monkeypatch: pyt
         def all_reduce_max(self, x: Tensor) -> Tensor:
             return x.maximum(torch.tensor([[0.0] * 6, [45.0] * 6]))
 
-    def seconds_of(call: Any) -> float:
+    def seconds_of(call: Any, capture: object) -> float:
+        assert capture is timed
         shots, rows = call.args
         timed.append((shots, rows))
         return rows if shots == 1 else 20 + rows / 2
@@ -391,11 +392,12 @@ def test_ranks_measure_up_to_how_many_bytes_one_phase_is_faster(monkeypatch: pyt
     monkeypatch.setattr(device_exchange, "seconds_of", seconds_of)
     exchange = DeviceExchange(Shard(0, 4), CPU, Others(4), peers, None)  # type: ignore[arg-type]
     before = peers.counters.clone()
-    exchange.measure_sums(16, torch.float32)
+    for _ in range(2):  # the second call has no effect
+        exchange.measure_sums(16, torch.float32, timed)  # type: ignore[arg-type]
     assert timed == [(shots, rows) for shots in (1, 2) for rows in (1, 4, 16, 64, 256, 1024)]
     assert exchange.peers.one_shot_bytes == 32 * 16 * 4, "16 rows take 16 in one phase and 45 in two; 64 rows 64 and 52"
     assert torch.equal(peers.counters, before), "compiling counts as no call"
-    DeviceExchange(Shard(0, 4), CPU, Others(4), None, object()).measure_sums(16, torch.float32)  # type: ignore[arg-type]
+    DeviceExchange(Shard(0, 4), CPU, Others(4), None, object()).measure_sums(16, torch.float32, timed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
